@@ -4,7 +4,7 @@
 
 Half of the GPUs learn; with 8 all share a machine, otherwise a machine has 8 that do the same. The stages follow one another:
 copy to the host, digest, broadcast, upload, digest of the live parameters. A generator copies a bucket to the host and digests it
-while the next one arrives. As many processes of a machine send or receive as it has engines, each over a link of its own.
+while the next one arrives. Each GPU sends or receives over a link of its own; each learner rank and each engine digests.
 """
 
 from asyncgrpo.config.memory import PCIE_BYTES_PER_S as PCIE
@@ -27,13 +27,13 @@ FEWER, COMPARE, APPLY = 33.7, 2.5 * GB, 8.5 * GB
 def stages(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float, int]) -> dict[str, float]:
     """Return the seconds of each stage of one publication in bfloat16."""
     size, learners, is_one = 2 * parameters, gpus // 2, gpus <= GPUS_OF_A_MACHINE
-    machines, processes = max(1, learners // GPUS_OF_A_MACHINE), GPUS_OF_A_MACHINE // tensor_parallel
+    machines, engines = max(1, learners // GPUS_OF_A_MACHINE), GPUS_OF_A_MACHINE // tensor_parallel
     local = {"stall": size / learners / PCIE, "pause": pause_seconds(int(size), tensor_parallel)}
     if is_one:
         return local
-    digest = size / min(processes * CORES * DIGEST, MEMORY)
-    arrival = max(size / nic[0] / min(nic[1], processes), size / PCIE / processes, digest)
-    return local | {"digest": digest / machines, "arrival": arrival}
+    sent, received = (size / min(processes * CORES * DIGEST, MEMORY) for processes in (GPUS_OF_A_MACHINE, engines))
+    arrival = max(size / nic[0] / nic[1], size / PCIE / GPUS_OF_A_MACHINE, received)
+    return local | {"digest": sent / machines, "arrival": arrival}
 
 
 def delta(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float, int]) -> float | None:

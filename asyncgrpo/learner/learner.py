@@ -103,8 +103,7 @@ class Learner:
         self._guard = GradientGuard(config.learner.spike_factor, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
         self.layout, self.weights = self._published.layout, self._published.weights
-        ranks_per_sender = max(1, config.generators.gpus_each)  # then a machine has as many receivers
-        self.snapshot = Snapshot(self._published, config.weights, rank, world, self.device, ranks_per_sender)
+        self.snapshot = Snapshot(self._published, config.weights, rank, world, self.device)
         self.check = LearnerCheck(self.model, config.data.max_prompt_tokens + config.sampling.max_tokens, self.device)
 
     def step(self, groups: list[Group], version: PolicyVersion) -> StepReport:

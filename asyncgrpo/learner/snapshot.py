@@ -3,7 +3,7 @@
 Each rank writes its own rows of every tensor and waits for that copy only; weights are not gathered. The ranks of a machine share
 arenas: the publisher's on the machine of rank 0, elsewhere those of the first rank there. Adapters are small and always gathered.
 
-Some ranks of each machine send what is in its arenas, a part each (`weights/lane.py`). Each rank raises its flag behind the
+The ranks of each machine send what is in its arenas, a part each (`weights/lane.py`). Each rank raises its flag behind the
 arenas after its write. A thread of each sender polls all flags of its machine.
 """
 
@@ -38,20 +38,13 @@ class Snapshot:
     """One rank's side of the snapshots of a run."""
 
     def __init__(
-        self,
-        sent: PublishedWeights,
-        config: WeightsConfig,
-        rank: int,
-        world: int,
-        device: torch.device,
-        ranks_per_sender: int,
+        self, sent: PublishedWeights, config: WeightsConfig, rank: int, world: int, device: torch.device
     ) -> None:
         """Find out which ranks share a machine, who sends, and who owns which bytes. Collective.
 
         Args:
             config: timeout of the writes of other ranks (extended for large models).
             device: of this rank.
-            ranks_per_sender: of one machine.
         Raises:
             WeightsError: the shared memory of this machine is too small for its arenas.
         """
@@ -75,9 +68,8 @@ class Snapshot:
         self._parts_sent: dict[int, Stream] = {}
         """What each rank sends that sends."""
         for ranks in mates.values():
-            senders = ranks[::ranks_per_sender]
-            parts = Stream(run for other in ranks for run in runs[other]).split(len(senders))
-            self._parts_sent |= zip(senders, parts, strict=False)  # of a small model there are fewer parts
+            parts = Stream(run for other in ranks for run in runs[other]).split(len(ranks))
+            self._parts_sent |= zip(ranks, parts, strict=False)  # of a small model there are fewer parts
         self._sender: Sender | None = None
         if rank == 0 and len(self._parts_sent) > 1:
             log.info("learner ranks %s send the weights", ", ".join(map(str, self._parts_sent)))

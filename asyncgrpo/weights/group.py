@@ -90,13 +90,14 @@ class WeightGroup:
         del self._group
 
 
-def form_group(store: dist.Store, message: FormGroup, host: str, sender: int = 0) -> WeightGroup:
+def form_group(store: dist.Store, message: FormGroup, host: str, sender: int = 0, number: int = 0) -> WeightGroup:
     """Form a weight group. Blocks until all members have joined.
 
     Args:
         message: for this member.
         host: address of this process's network interface, to which gloo binds.
         sender: of the group, equal at all members.
+        number: of this group among those of this process, which take its GPUs in turns.
     Raises:
         RuntimeError: a member did not join within the timeout of the message.
     """
@@ -110,7 +111,7 @@ def form_group(store: dist.Store, message: FormGroup, host: str, sender: int = 0
             return GlooGroup(prefixed, rank, world, host, timeout_s)
         prefixed.set(f"joined/{rank}", "")  # NCCL has no deadline of its own for members that are missing
         prefixed.wait([f"joined/{one}" for one in range(world)])
-        return NcclGroup(prefixed, rank, world, timeout_s)
+        return NcclGroup(prefixed, rank, world, timeout_s, number % torch.cuda.device_count())
     except RuntimeError:
         with contextlib.suppress(RuntimeError):
             prefixed.set("abandoned", "")
@@ -146,8 +147,8 @@ class NcclGroup(WeightGroup):
     torch's own deadline for its connection is an environment variable (`cluster.wiring.prepare_environment`).
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float, gpu: int) -> None:
+        self.device = torch.device("cuda", gpu)
         self._streams = itertools.cycle([torch.cuda.Stream(self.device) for _ in range(2)])
         self._timeout_s = timeout_s
         self._is_cancelled = False

@@ -61,11 +61,8 @@ class Broadcaster:
         until the deadline of an abandoned one.
         """
         self.number, self.state = message.group_number, "forming"
-        gpu = torch.cuda.current_device() if message.backend == "nccl" else None
 
         def work() -> WeightGroup:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)  # each thread has its own
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
             return form_group(store, message, self._host, self._sender)
 

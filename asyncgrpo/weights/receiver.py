@@ -24,7 +24,7 @@ from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, Layout, Mappings, SharedTensors, Stream
 from asyncgrpo.weights.delta import State, from_bytes
-from asyncgrpo.weights.digest import digest_pieces
+from asyncgrpo.weights.digest import add_digests, digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.weights.lane import receive
 from asyncgrpo.wire import Message
@@ -186,8 +186,8 @@ class Receiver:
         problem = ""
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
-            for sender in message.senders:
-                self._groups[sender] = form_group(store, message, self._host, sender)
+            for number, sender in enumerate(message.senders):
+                self._groups[sender] = form_group(store, message, self._host, sender, number)
             self._group_number = message.group_number
         except RuntimeError as error:
             problem = str(error)[:200]
@@ -257,17 +257,21 @@ class Receiver:
         return Stream([(0, layout.num_bytes)]).digest(flat)
 
     def _broadcast(self, layout: Layout, offer: Offer, staging: Arenas) -> str:
-        """Take part in the broadcasts of this generator's senders, one after the other."""
+        """Take part in the broadcasts of this generator's senders: on each of its GPUs in those of some, one after the other."""
         flat = staging.arena(layout)
         staging.begin(0, offer.writes)
-        if any(group.device.type != "cpu" for group in self._groups.values()):
+        by_device: dict[torch.device, list[int]] = {}
+        for sender, group in self._groups.items():
+            by_device.setdefault(group.device, []).append(sender)
+        if any(device.type != "cpu" for device in by_device):
             staging.pin()
-        runs = (
-            run
-            for sender, group in self._groups.items()
-            for run in receive(group, flat, self._streams[sender].buckets(offer.piece_bytes))
-        )
-        return digest_pieces(flat, runs)
+
+        def receive_from(senders: list[int]) -> str:
+            buckets = ((self._groups[sender], self._streams[sender].buckets(offer.piece_bytes)) for sender in senders)
+            return digest_pieces(flat, (run for group, some in buckets for run in receive(group, flat, some)))
+
+        with ThreadPoolExecutor(len(by_device), thread_name_prefix="weights-receive") as threads:
+            return add_digests(threads.map(receive_from, by_device.values()))
 
     # -- the swap ------------------------------------------------------------------------------------------------------
 

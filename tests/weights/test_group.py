@@ -145,16 +145,16 @@ class Nccl:
 @pytest.fixture
 def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
     monkeypatch.setattr(Nccl, "made", [])
     return Nccl
 
 
-def nccl_group(timeout_s: float = 0.3) -> NcclGroup:
+def nccl_group(timeout_s: float = 0.3, number: int = 0) -> NcclGroup:
     store = dist.HashStore()
     store.set("weights/1/0/joined/1", "")
-    return form_group(store, of_nccl(0, 2, timeout_s), "127.0.0.1")
+    return form_group(store, of_nccl(0, 2, timeout_s), "127.0.0.1", number=number)
 
 
 def test_the_communicator_is_made_at_once_and_without_blocking(nccl):
@@ -162,6 +162,10 @@ def test_the_communicator_is_made_at_once_and_without_blocking(nccl):
     (group,) = nccl.made
     assert group.calls == ["connect cuda:0"]
     assert group.options.config.blocking == 0
+
+
+def test_the_groups_of_a_process_take_its_gpus_in_turns(nccl):
+    assert [str(nccl_group(number=number).device) for number in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
 def test_a_member_that_never_comes_costs_the_deadline_and_no_communicator(nccl):

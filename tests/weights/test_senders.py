@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,12 @@ from asyncgrpo.weights import arena, digest, lane
 from asyncgrpo.weights.arena import Arenas, Bucket, Place, Slot, Stream
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import BLOCK, add_digests
+from asyncgrpo.weights.group import WeightGroup, form_group
 from asyncgrpo.weights.lane import Deltas, Sender, Written
 from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client
-from asyncgrpo.wire.weights import PartWritten, WeightsLayout
+from asyncgrpo.wire.weights import FormGroup, PartWritten, WeightsLayout
 from tests.gpu_rehearsals.cluster import needs_namespaces
 from tests.weights import links
 from tests.weights.changing import LAYOUT, Engine, Fleet, change, drawn
@@ -162,6 +164,27 @@ def test_each_generator_of_a_machine_receives_from_other_ranks_into_one_file(ran
     _, first, second, third = ranks.receivers
     assert [list(receiver._groups) for receiver in (first, second, third)] == [[0, 2], [1], [0, 1, 2]]
     assert first._stagings.keys() == second._stagings.keys() != third._stagings.keys()
+
+
+def test_a_generator_of_two_gpus_receives_over_both_links_at_once(ranks, monkeypatch):
+    both = threading.Barrier(2)
+
+    def on_a_gpu(store: Any, message: FormGroup, host: str, sender: int, number: int) -> WeightGroup:
+        group = form_group(store, message, host, sender, number)
+        group.device = torch.device("cpu", number % 2)
+        return group
+
+    def together(group: WeightGroup, flat: Tensor, buckets: Iterable[Bucket]) -> Iterator[tuple[int, int]]:
+        if group is not alone._groups[2]:  # which takes turns with the first one
+            both.wait(10.0)
+        return lane.receive(group, flat, buckets)
+
+    monkeypatch.setattr("asyncgrpo.weights.receiver.form_group", on_a_gpu)
+    monkeypatch.setattr("asyncgrpo.weights.receiver.receive", together)
+    engine = ranks.add("a", machine="m")
+    (alone,) = ranks.receivers
+    ranks.arrives(ranks.publish(0), engine)
+    assert list(alone._groups) == [0, 1, 2] and not both.broken
 
 
 def test_deltas_go_to_the_first_receiver_of_a_machine(ranks, monkeypatch):
