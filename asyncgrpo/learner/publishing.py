@@ -23,7 +23,8 @@ from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.files import disk_pieces, saved_tensors
 
 Part = tuple[str, int, Tensor]
-"""Part of a published tensor: name, offset of its first element, values in any dtype."""
+"""Part of a published tensor, or of several that follow each other without a gap: name of the first, offset of the first
+element in it, values in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class _Source:
     """Layout of its rows on disk; None if ranks do not own whole rows."""
     first_row: int = 0
     """Of this rank, if ranks own whole rows."""
+    is_run: bool = False
+    """True if its rows lie in a publication as in memory."""
 
     def whole(self) -> Tensor:
         """Return the tensor gathered and merged. Collective."""
@@ -84,12 +87,12 @@ class PublishedWeights:
                 plain = name.replace(".base_layer.", ".")
                 published = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
                 adapter = adapters.get(plain)
-                pieces, first = None, 0
+                pieces, first, is_run = None, 0, False
                 if are_rows(tensor) and (adapter is None or are_rows(adapter.b)):
                     with suppress(WeightsError):  # a piece on disk spans several ranks
                         pieces = pieces_of_rows(model, plain, tensor.shape)
-                        first = first_row(cast(DTensor, tensor))
-                self._sources.append(_Source(plain, tensor, adapter, published, pieces, first))
+                        first, is_run = first_row(cast(DTensor, tensor)), _is_run(pieces.parts, published)
+                self._sources.append(_Source(plain, tensor, adapter, published, pieces, first, is_run))
 
     def layout(self) -> list[TensorInfo]:
         """Return name, full shape and dtype of every tensor, in the order of `weights`. No communication."""
@@ -124,9 +127,8 @@ class PublishedWeights:
                 yield from ((name, 0, piece) for name, piece in pieces.items() if rank == 0)
                 continue
             start, rows = source.first_row, source.rows(merged=merged)
-            if source.pieces.is_same:
-                (name,) = source.pieces.parts
-                yield name, start * rows.shape[1:].numel(), rows
+            if source.is_run:
+                yield next(iter(source.pieces.parts)), start * rows.shape[1:].numel(), rows
             else:
                 yield from ((name, 0, view) for name, view in views_of_rows(source.pieces.parts, rows, start))
 
@@ -150,6 +152,15 @@ def copied() -> IsWritten:
     event = torch.cuda.Event()
     event.record()
     return event.query
+
+
+def _is_run(parts: dict[str, Tensor], dtype: torch.dtype) -> bool:
+    """True if these parts of a tensor lie in a publication as in the tensor's memory."""
+    layout = Layout([_info(name, part.to(dtype)) for name, part in parts.items()])
+    return all(
+        part.is_contiguous() and layout.run(name, 0, 0)[0] == part.storage_offset() * dtype.itemsize
+        for name, part in parts.items()
+    )
 
 
 def _info(name: str, tensor: Tensor) -> TensorInfo:

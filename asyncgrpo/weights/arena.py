@@ -44,54 +44,48 @@ PAGE = 4096
 _numbers = itertools.count(1)
 
 
-def dtype_of(info: TensorInfo) -> torch.dtype:
-    return getattr(torch, info.dtype)
-
-
-def size_bytes(info: TensorInfo) -> int:
-    return prod(info.shape) * dtype_of(info).itemsize
-
-
 class Layout:
     """Offsets of the tensors of a publication, derived from their list alone."""
 
     def __init__(self, tensors: Sequence[TensorInfo]) -> None:
         """Raises WeightsError: a shape or a dtype is invalid."""
         self.tensors = tuple(tensors)
-        self.offsets: tuple[int, ...] = ()
         self.num_bytes = 0
         """A multiple of `ALIGNMENT`."""
-        self._places: dict[str, tuple[int, int, torch.dtype]] = {}
+        self._places: list[tuple[int, int, torch.dtype]] = []
+        """Start and end of each tensor, bytes, and its dtype."""
         for info in self.tensors:
-            if not isinstance(getattr(torch, info.dtype, None), torch.dtype) or min(info.shape, default=0) < 0:
+            dtype = getattr(torch, info.dtype, None)
+            if not isinstance(dtype, torch.dtype) or min(info.shape, default=0) < 0:
                 raise WeightsError(f"{info.name[:100]} is {info.dtype[:20]} {info.shape[:8]}, which is not a tensor")
-            self.offsets += (self.num_bytes,)
-            self._places[info.name] = self.num_bytes, self.num_bytes + size_bytes(info), dtype_of(info)
-            self.num_bytes += -(-size_bytes(info) // ALIGNMENT) * ALIGNMENT
+            end = self.num_bytes + prod(info.shape) * dtype.itemsize
+            self._places.append((self.num_bytes, end, dtype))
+            self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
+        self._by_name = {info.name: place for info, place in zip(self.tensors, self._places, strict=True)}
 
     def views(self, flat: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:
         """Yield every tensor as a view of `flat`, [num_bytes] uint8."""
-        for info, start in zip(self.tensors, self.offsets, strict=True):
-            raw = flat[start : start + size_bytes(info)]
-            yield info, raw.view(dtype_of(info)).view(info.shape)
+        for info, (start, end, dtype) in zip(self.tensors, self._places, strict=True):
+            yield info, flat[start:end].view(dtype).view(info.shape)
 
     def run(self, name: str, first: int, count: int) -> tuple[int, int]:
-        """Return start and end of `count` elements of a tensor from `first` on, bytes."""
-        start, end, dtype = self._places[name]
+        """Return start and end of `count` elements, bytes, from element `first` of a tensor on, and of those that follow it."""
+        start, _, dtype = self._by_name[name]
         start += first * dtype.itemsize
-        assert start + count * dtype.itemsize <= end, f"{name} has no {count} elements from {first} on"
+        assert start + count * dtype.itemsize <= self.num_bytes, (
+            f"there are no {count} elements from {first} of {name} on"
+        )
         return start, start + count * dtype.itemsize
 
     def part(self, flat: Tensor, name: str, first: int, shape: Sequence[int]) -> Tensor:
-        """Return elements of a tensor from `first` on, in this shape, as a view of `flat`, [num_bytes] uint8."""
+        """Return the elements of `run`, in this shape, as a view of `flat`, [num_bytes] uint8."""
         start, end = self.run(name, first, prod(shape))
-        return flat[start:end].view(self._places[name][2]).view(shape)
+        return flat[start:end].view(self._by_name[name][2]).view(shape)
 
     @property
     def spans(self) -> list[Span]:
         """Spans of all tensors, for a delta."""
-        places = zip(self.tensors, self.offsets, strict=True)
-        return [Span(start, size_bytes(info), dtype_of(info).itemsize) for info, start in places]
+        return [Span(start, end - start, dtype.itemsize) for start, end, dtype in self._places]
 
 
 class Stream:

@@ -47,16 +47,17 @@ def disk_pieces(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, 
         name: name of the tensor in memory.
         tensor: the whole tensor in its shape in memory, on any device. On `meta` the pieces give names and shapes only.
     Returns:
-        Pieces by their names on disk, in an order that depends only on the conversion. For all known model types they are
-        views of `tensor`. A caller that writes into them must check this.
+        Pieces by their names on disk, in the order of their places in memory. For all known model types they are views of
+        `tensor`. A caller that writes into them must check this.
     Raises:
         ValueError: transformers cannot revert the conversion of this tensor.
     """
     try:
         with torch.no_grad(), _WithoutCopies():
-            return revert_weight_conversion(model, {name: tensor})
+            pieces = revert_weight_conversion(model, {name: tensor})
     except Exception as error:  # of any type: conversions expect all tensors at once
         raise ValueError(f"{name} cannot be converted back to its form on disk: {error}") from error
+    return dict(sorted(pieces.items(), key=lambda piece: piece[1].storage_offset()))
 
 
 def disk_tensors(model: PreTrainedModel, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
