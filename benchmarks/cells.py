@@ -18,8 +18,9 @@ MODELS = {
     "s500m": {"hidden": 1536, "layers": 16, "heads": 24, "kv": 8, "inter": 4352, "vocab": 32768},
     "tiny-v32k": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 32768},
     "tiny-v152k": {"hidden": 256, "layers": 4, "heads": 4, "kv": 2, "inter": 768, "vocab": 151936},
+    "experts": {"hidden": 64, "layers": 48, "heads": 4, "kv": 2, "inter": 32, "vocab": 512, "experts": 128},
 }
-"""All have a head size of 64 and a tied embedding."""
+"""All have a head size of 64 and a tied embedding. The last one has as many tensors as Qwen3-30B-A3B."""
 
 BATCHES = {
     "tail": {"groups": 8, "vocab": 512},
@@ -68,13 +69,15 @@ def make_batch(name: str) -> Batch:
 def make_model(folder: Path, name: str) -> Path:
     """The folder of the random model of that name. The first call writes it."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     path, shape = folder / name, MODELS[name]
     if (path / "config.json").is_file():
         return path
     torch.manual_seed(SEED)
-    config = Qwen3Config(
+    mixture = {"num_experts": shape["experts"], "moe_intermediate_size": shape["inter"]} if "experts" in shape else {}
+    config = (Qwen3MoeConfig if mixture else Qwen3Config)(
+        **mixture,
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         num_hidden_layers=shape["layers"],
@@ -88,5 +91,5 @@ def make_model(folder: Path, name: str) -> Path:
         eos_token_id=1,
         pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
