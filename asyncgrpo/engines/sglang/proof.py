@@ -338,8 +338,7 @@ class Held:
         self._shapes = {name: shape for name, _, shape in published}
         self._parts, untraced = trace(model, published)
         self._left, self._stacks = left_by(model, self._parts), stacks(self._parts)
-        shapes = ((part, self._shapes[part.box.tensor]) for part in self._parts)
-        self.scattered = {part.box.tensor for part, shape in shapes if not part.is_one_copy(shape)}
+        self.scattered = {p.box.tensor for p in self._parts if not p.is_one_copy(self._shapes[p.box.tensor])}
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state(model).items()}
         made = [
             (part.box.tensor, part.box.start, part.box.size, part.parameter, dtypes[part.parameter])

@@ -95,9 +95,10 @@ class Mapped:
     def __init__(self) -> None:
         self._files = Mappings()
         self.scattered: Collection[str] = ()
-        """Names of tensors to upload whole, to this device: the loader takes columns of them, or a transposed view. torch gathers
-        such a view on one core and uploads it out of pages that are not pinned, at a twelfth of the rate."""
+        """Names of tensors to upload whole: the loader takes columns of them, or a transposed view. torch gathers such a view on
+        one core and uploads it out of pages that are not pinned, at a twelfth of the rate."""
         self.device = torch.device("cpu")
+        """Where they are uploaded to."""
 
     def tensors(self, where: dict[str, Any]) -> SharedTensors:
         """Return the tensors of a message of `payloads`. Raises WeightsError if they are missing or were overwritten."""
