@@ -121,10 +121,10 @@ def evaluate(
     from asyncgrpo.environments.build import with_tools
 
     folder = find_model(checkpoint)
-    base = load_config(None, [f"model.path={folder}", f"data.train={data[0]}"], is_complete=False)
+    base = load_config(None, [f"model.path={folder}", f"data.train={data[0]}"])
     base = changed(base, settings_of(folder))
     explicit = overrides or []
-    if reward_func or any(one.partition("=")[0].strip() == "reward.function" for one in explicit):
+    if reward_func or "reward.function" in options.keys_of(explicit):
         of_others = {key: getattr(RewardConfig(), key) for key in ("weights", "combine", "kwargs")}
         base = changed(base, {"reward": replace(base.reward, **of_others)})
     flags = {

@@ -161,6 +161,8 @@ def train_overrides(*, explicit: Sequence[str] = (), **flags: Any) -> list[str]:
         explicit: `key=value` of the command line.
         flags: value of each flag. Those that are not in `_KEYS` are ignored. None, False and an empty list set nothing.
     """
+    if (out := flags.get("out")) is not None and not out.strip():
+        raise ConfigError("--out is empty; name a folder")
     given = {key: flags.get(name) for name, key in _KEYS.items()}
     given = {key: one_or_all(value) if isinstance(value, list | tuple) else value for key, value in given.items()}
     values = {key: value for key, value in given.items() if value is not None and value is not False}
@@ -176,8 +178,13 @@ def one_or_all(values: Sequence[str] | None) -> str | list[str] | None:
     return values[0] if len(values) == 1 else list(values)
 
 
-def placed(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
-    """Return overrides that place a run on so many GPUs: by the size of the model, in halves if it is unknown.
+def keys_of(overrides: Sequence[str]) -> set[str]:
+    """Return the keys of `key=value` overrides."""
+    return {override.partition("=")[0].strip() for override in overrides}
+
+
+def placed(config: Config, n_gpus: int, explicit: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that place a run on so many GPUs: by the size of the model, in halves if it is unknown.
 
     1 is shared by one generator and one learner rank. 0 puts both on the CPU, in float32.
 
@@ -192,8 +199,7 @@ def placed(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
     from asyncgrpo.config.model_size import size_at
     from asyncgrpo.config.placement import choose, share_one_gpu
 
-    written = {override.partition("=")[0].strip() for override in explicit}
-    kept = {key: attrgetter(key)(config) for key in written if key in knobs()}
+    kept = {key: attrgetter(key)(config) for key in keys_of(explicit) if key in knobs()}
     one_each: dict[str, Any] = {"generators.count": 1, "generators.gpus_each": n_gpus, "learner.ranks": 1}
     if n_gpus == 0:  # many CPUs only emulate bfloat16
         chosen = one_each | {"learner.device": "cpu", "model.dtype": "float32"}
@@ -211,4 +217,4 @@ def placed(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
             chosen |= choose(size, config, card, shared, kept)
         else:
             chosen |= share_one_gpu(size, config, card, kept) if size else {"generators.memory_fraction": 0.35}
-    return [f"{key}={value}" for key, value in chosen.items() if key not in kept]
+    return chosen | kept

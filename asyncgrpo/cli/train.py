@@ -4,7 +4,7 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from asyncgrpo.cli import options
 from asyncgrpo.cli.options import command, example, same_command
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import importing
+
+if TYPE_CHECKING:
+    from asyncgrpo.config.schema import Config
 
 app = typer.Typer()
 
@@ -56,16 +59,17 @@ def train(
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a model on a file of prompts. Repeat the command to resume an interrupted run."""
-    from asyncgrpo.config.load import find, load_config, read
+    from asyncgrpo.cluster.folder import unused
+    from asyncgrpo.config.load import COMMAND_LINE, complete, load_config
 
-    layers = read(find(config)) if config is not None else []
-    of_files = [str(layer.values["run.out"]) for layer in layers if layer.values.get("run.out")]
-    folder = _choose_folder(["runs/train", *of_files][-1], out)
-    settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
-    if n_gpus is not None:
-        without_place = load_config(config, settings, algorithm=algorithm, is_complete=False)
-        settings += options.placed(without_place, n_gpus, overrides or ())
-    _start(config, settings, algorithm, folder=None if out else folder, dry_run=dry_run)
+    settings = options.train_overrides(**ctx.params, explicit=overrides or ())
+    base = {"run": {"out": "runs/train"}}
+    found = load_config(config, settings, base=base, algorithm=algorithm, is_complete=False)
+    changes = {} if n_gpus is None else options.placed(found, n_gpus, overrides or ())
+    folder = None if "run.out" in options.keys_of(settings) else unused(Path(found.run.out))
+    if folder is not None:
+        changes["run.out"] = str(folder)
+    _start(complete(found, config or COMMAND_LINE, changes), algorithm, folder=folder, dry_run=dry_run)
 
 
 @app.command("serve", epilog=example("serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k"))
@@ -80,31 +84,21 @@ def serve(
     Either signal finishes the current step, writes a checkpoint and exits with 0. Repeat the command to resume from the
     newest checkpoint. `run.steps` and `run.epochs` take effect only on the command line.
     """
-    settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
-    _start(config, settings, algorithm, dry_run=dry_run)
-
-
-def _start(
-    file: str | None, settings: list[str], algorithm: str | None, *, folder: Path | None = None, dry_run: bool
-) -> None:
-    """Run or preview a configuration. `folder` is the run folder if `--out` did not name it."""
-    from asyncgrpo.cli.running import execute, preview
     from asyncgrpo.config.load import load_config
+
+    settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
+    _start(load_config(config, settings, algorithm=algorithm), algorithm, dry_run=dry_run)
+
+
+def _start(config: "Config", algorithm: str | None, *, folder: Path | None = None, dry_run: bool) -> None:
+    """Run or preview a configuration. `folder` is the run folder if the command line did not name it."""
+    from asyncgrpo.cli.running import execute, preview
     from asyncgrpo.environments.build import with_tools
 
-    config = with_tools(load_config(file, settings, algorithm=algorithm))
+    config = with_tools(config)
     if dry_run:
         return preview(config, algorithm)
     _print_next(execute(config, algorithm=algorithm), config.run.out, folder)
-
-
-def _choose_folder(default: str, explicit: str | None) -> Path:
-    """Return the folder of `--out`, or the first of `default`, `default-2`, ... without a finished run."""
-    from asyncgrpo.cluster.folder import unused
-
-    if explicit is not None and not explicit.strip():
-        raise ConfigError("--out is empty; name a folder")
-    return Path(explicit) if explicit is not None else unused(Path(default).expanduser())
 
 
 def _print_next(status: str, out: str, folder: Path | None) -> None:
@@ -146,13 +140,14 @@ def demo(
     """
     from asyncgrpo.cli.look import audit
     from asyncgrpo.cli.running import execute
+    from asyncgrpo.cluster.folder import unused
     from asyncgrpo.config.load import algorithm_file, load_config
 
     if algorithm is not None:
         algorithm_file(algorithm)  # refuse an unknown name before a model is made
     if chaos is not None and not 0 < chaos < math.inf:
         raise ConfigError(f"--chaos {chaos:g}: faults per hour must be a number above 0")
-    folder = _choose_folder("runs/demo", out)
+    folder = unused(Path("runs/demo")) if out is None else Path(out)
     settings = [
         f"run.seed={seed}",
         f"learner.ranks={2 if (os.cpu_count() or 1) >= 4 else 1}",

@@ -173,8 +173,7 @@ def explain(key: str | None = None) -> str:
     parent, _, name = key.replace("[]", "").rpartition(".")
     knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
-        hint = suggest(key) or "`asyncgrpo config explain` lists all keys"
-        raise ConfigError(f"unknown configuration key `{key}`: {hint}")
+        raise ConfigError(f"unknown configuration key `{key}`: {suggest(key)}")
     lines = [
         f"{knob.key}: {knob.description}",
         f"  value    {type_in_words(knob.type)}",
@@ -252,7 +251,7 @@ def _lag_in_words(config: Config) -> str:
 
 
 def suggest(key: str) -> str:
-    """Return a hint of one clause for a key that does not exist; empty when no key is near."""
+    """Return a hint of one clause for a key that does not exist."""
     key = bare(key)
     if key in knobs():
         return f"write it as `{key}`"
@@ -260,7 +259,8 @@ def suggest(key: str) -> str:
         entry = VERL.keys[pattern]
         return f"that is verl's{f' name for `{entry.ours}`' if entry.ours else f': {entry.by_hand or entry.absent}'}"
     namesakes = [known for known in knobs() if known.rpartition(".")[2] == key.rpartition(".")[2]]
-    return near(key, namesakes or knobs().keys(), cutoff=0 if namesakes else 0.8)
+    hint = near(key, namesakes or knobs().keys(), cutoff=0 if namesakes else 0.8)
+    return hint or "`asyncgrpo config explain` lists all keys"
 
 
 def near(name: str, known: Collection[str], cutoff: float = 0.6) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import inspect
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -34,7 +34,7 @@ from asyncgrpo.config.explain import (
     type_in_words,
     value_in_words,
 )
-from asyncgrpo.config.schema import AlgorithmConfig, Config
+from asyncgrpo.config.schema import AlgorithmConfig, Config, changed
 from asyncgrpo.errors import ConfigError
 
 # -- files and their layers --------------------------------------------------------------------------------------------
@@ -91,21 +91,29 @@ def _shipped_folder() -> Path:
     return next((found for found in (package / "configs", package.parent / "configs") if found.is_dir()), package)
 
 
-def find(path: str | Path) -> Path:
-    """Return the file `path`, or the file of that name in the package. Raises ConfigError, which suggests the closest."""
-    file = Path(path).expanduser()
+def find(path: str, folder: Path = Path(), named: str = "") -> Path:
+    """Return the file `path`, or the file or preset of that name in the package.
+
+    Args:
+        folder: to which a path is relative.
+        named: start of an error message, if a file has the name.
+    Raises:
+        ConfigError: there is none; the message suggests the closest.
+    """
+    file, names = folder / Path(path).expanduser(), shipped_names()
     if file.is_file():
         return file
+    if path in names:
+        return shipped(path)
+    if path.startswith(f"{ALGORITHMS}/"):
+        return algorithm_file(path)
     if file.is_dir():
-        raise ConfigError(f"{path} is a folder; give a YAML file in it")
-    names = shipped_names()
-    if str(path) in names:
-        return shipped(str(path))
+        raise ConfigError(f"{named}{file} is a folder; give a YAML file in it")
     beside = {other.stem: str(other) for other in sorted(file.parent.glob("*.y*ml"))}
     known = beside | {name: name for name in names}
     close = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
     hint = f"did you mean {known[close[0]]}?" if close else f"the package brings {', '.join(names)}"
-    raise ConfigError(f"file {path} does not exist; {hint}")
+    raise ConfigError(f"{named}file {file} does not exist; {hint}")
 
 
 def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
@@ -123,49 +131,34 @@ def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
     named = parents if isinstance(parents, list) else [] if parents is None else [parents]
     layers: list[Layer] = []
     for parent in named:
-        layers += read(_extended(file, str(parent)), (*below, file.resolve()))
+        layers += read(find(str(parent), file.parent, f"{file}: extends: "), (*below, file.resolve()))
     is_preset = file.resolve().parent == (_shipped_folder() / ALGORITHMS).resolve()
     return [*layers, Layer(str(file), by_key(values), is_preset)]
-
-
-def _extended(file: Path, parent: str) -> Path:
-    """Return the file that `extends: PARENT` in `file` names."""
-    beside = file.parent / parent
-    if parent in shipped_names():
-        return shipped(parent)
-    if beside.is_file():
-        return beside
-    if parent.startswith(f"{ALGORITHMS}/"):
-        return algorithm_file(parent)
-    raise ConfigError(f"{file}: extends names {parent}, but {beside} does not exist")
 
 
 def load_values(file: Path) -> dict[str, Any]:
     """Return the nested values of a YAML file, interpolations not resolved. Raises ConfigError, with the line."""
     try:
-        values = OmegaConf.load(file)
+        values: Any = OmegaConf.to_container(OmegaConf.create(text_of(file)))
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise ConfigError(f"{file}{line}: this is not valid YAML ({problem})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text; a configuration is a YAML file") from error
-    except OSError as error:  # OmegaConf raises it for a lone scalar too
-        why = error.strerror or "it holds no mapping such as `model: {path: ...}`"
-        raise ConfigError(f"{file} cannot be read: {why}") from error
-    if not isinstance(values, DictConfig):
-        raise ConfigError(f"{file} holds a list; a configuration is a mapping such as `model: {{path: ...}}`")
-    plain: Any = OmegaConf.to_container(values)
-    return {str(key): value for key, value in plain.items()}
+        raise ConfigError(f"{file}{line}: this is not valid YAML ({getattr(error, 'problem', error)})") from error
+    except AssertionError:  # of OmegaConf, for a lone scalar
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds no mapping such as `model: {{path: ...}}`, as a configuration does")
+    return {str(key): value for key, value in values.items()}
 
 
 def text_of(file: Path) -> str:
     """Return the text of a file. Raises ConfigError."""
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read as text: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text") from error
 
 
 def by_key(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -206,7 +199,6 @@ def yaml_value(text: str) -> Any:
 # -- layers to a configuration -----------------------------------------------------------------------------------------
 
 COMMAND_LINE = "command line"
-_LIST_ALL = "`asyncgrpo config explain` lists all keys"
 
 # Keys of `algorithm` that choose a function, and the key that has its arguments.
 _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
@@ -218,8 +210,10 @@ _KEPT = frozenset(
 )
 
 
-_MODELS = {"model.path", "algorithm.teacher", "teacher.path", "reward.model.path"}
-_PATHS = {"run.out", "data.train", "data.eval", "data.image_root", *_MODELS}
+_PATHS = {
+    *("run.out", "data.train", "data.eval", "data.image_root"),
+    *("model.path", "algorithm.teacher", "teacher.path", "reward.model.path"),
+}
 """Keys in which `~` is the home folder; functions are looked up so where they are used."""
 
 
@@ -238,23 +232,27 @@ def load_config(
         overrides: `key.sub=value`, the value read as YAML. Later ones win, and all win over the file.
         base: nested values below all others.
         algorithm: name of a preset in `configs/algorithms/`. It sets the whole objective and wins over the file.
-        is_complete: False if more overrides follow, so that settings need not fit each other yet.
+        is_complete: False if `complete` follows, so that settings need not fit each other yet.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
     written = [Layer("built-in values", by_key(base))] if base else []
-    written += read(find(path)) if path is not None else []
+    written += read(find(str(path))) if path is not None else []
     written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
     layers, where = _under_presets(_known(written)), str(path) if path is not None else COMMAND_LINE
     defaults = {key: msgspec.to_builtins(knob.default) for key, knob in knobs().items() if not knob.required}
     values = _merge([Layer("defaults", defaults), *layers], where)
-    config = _convert(
-        values | {key: each(os.path.expanduser, values[key]) for key in _PATHS & values.keys()}, layers, where
-    )
+    values |= {key: each(os.path.expanduser, values[key]) for key in _PATHS & values.keys()}
+    config = _convert(values, layers, where)
+    return complete(config, where) if is_complete else config
+
+
+def complete(config: Config, where: str, changes: Mapping[str, Any] | None = None) -> Config:
+    """Return `config` with other values at some keys. Raises ConfigError, which names `where`, if they do not fit each other."""
+    config = changed(config, changes or {})
     try:
-        if is_complete:
-            rules.check(config)
+        rules.check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
@@ -337,7 +335,7 @@ def _known(layers: Sequence[Layer]) -> list[Layer]:
     Raises ConfigError: with a line for each unknown key, or for a section that is not a mapping.
     """
     lines = [
-        f"{layer.name}: unknown configuration key `{key}` (value {value_in_words(value)}): {suggest(key) or _LIST_ALL}"
+        f"{layer.name}: unknown configuration key `{key}` (value {value_in_words(value)}): {suggest(key)}"
         for layer in layers
         for key, value in layer.values.items()
         if key not in knobs() and key not in sections()

@@ -10,7 +10,7 @@ from asyncgrpo.cli import options, running
 from asyncgrpo.cli.options import train_overrides
 from asyncgrpo.config import model_size, reach
 from asyncgrpo.config.foreign_rules import split_gpus
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import complete, load_config
 from asyncgrpo.config.memory import GIB
 from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
@@ -61,7 +61,7 @@ def test_a_split_that_leaves_one_side_without_is_refused(n_gpus, gpus_each, why)
 
 def placed(path: str | None, n_gpus: int, *explicit: str) -> Config:
     given = load_config(path, explicit, is_complete=False)
-    return load_config(path, [*explicit, *options.placed(given, n_gpus, explicit)])
+    return complete(given, "here", options.placed(given, n_gpus, explicit))
 
 
 def test_what_was_decided_by_hand_is_kept_and_the_rest_split(monkeypatch):

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from asyncgrpo.cli.running import _screen
 from asyncgrpo.cluster.folder import RunFolder
+from asyncgrpo.config import load
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.recording.events import EventLog, Follower
 
@@ -126,10 +127,13 @@ def test_the_run_folder_is_that_of_the_flag_or_else_of_the_file(asyncgrpo, start
     (files / "plain.yaml").write_text("run: {seed: 3}")
     monkeypatch.setenv("HOME", str(files))
     monkeypatch.setattr(RunFolder, "status", lambda folder: "done" if folder.path.name == "theirs" else None)
+    reads, text_of = [], load.text_of
+    monkeypatch.setattr(load, "text_of", lambda file: reads.append(file) or text_of(file))
     cases = [("mine.yaml", [], "mine"), ("mine.yaml", ["--out", "o"], "o"), ("mine.yaml", ["run.out=o"], "o")]
     for config, out, folder in [*cases, ("other.yaml", [], "theirs-2"), ("plain.yaml", [], "runs/train")]:
         ended = preview(asyncgrpo, "train", "--model", "model1", *typed, "--config", config, *out)
         assert ended.code == 0 and f"folder: {files / folder}\n" in ended.out, ended
+    assert len(reads) == len(cases) + 3, "each file is read once, `mine.yaml` also for `other.yaml`"
 
 
 def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncgrpo, started, files):

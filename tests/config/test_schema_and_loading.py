@@ -213,7 +213,7 @@ class TestMistakes:
             ("model: {path: m}\nmodel: {path: n}\n", "duplicate key model"),
             ("just words\n", "unknown configuration key `just words`"),
             ("extends: mine.yaml\n", "leads back to this file"),
-            ("extends: other.yaml\n", "names other.yaml, but {folder}/other.yaml does not exist"),
+            ("extends: other.yaml\n", "{file}: extends: file {folder}/other.yaml does not exist; "),
             ("extends: algorithms/grop\n", "unknown algorithm `algorithms/grop`; did you mean "),
         ],
     )
