@@ -62,11 +62,11 @@ def test_a_run_is_steered_and_its_audit_finds_no_difference(tmp_path: Path):
     rates = [event["lr"] for event in events(run, "step")]
     assert max(rates[at:]) <= 1e-4 < rates[at - 1]
 
-    assert send(Scale(generators=3)).startswith("3 generators: 2 more start")
+    assert send(Scale(generators=3)).startswith("3 generators: 2 more, ")
     three = {f"generator-{i}": "working" for i in range(3)}
     wait_until(lambda: generators(client.status()) == three, "three generators", 120.0)
     wait_until(lambda: events(run, "sync")[-1]["engines"] == 3, "publication to three", 60.0)
-    assert send(Scale(generators=1)).startswith("1 generators: 2 leave")
+    assert send(Scale(generators=1)).startswith("1 generator: 2 fewer, ")
     wait_until(lambda: generators(client.status()) == {"generator-0": "working"}, "one generator", 120.0)
     at = steps(run)
     wait_until(lambda: steps(run) >= at + 3, "step with one", 60.0)

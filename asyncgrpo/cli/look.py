@@ -19,6 +19,7 @@ import msgspec
 import typer
 
 from asyncgrpo.cli.options import AlgorithmOption, JsonOption, example, print_fact, print_json, shorten
+from asyncgrpo.config.explain import counted
 from asyncgrpo.errors import ConfigError, RunNotAlive
 from asyncgrpo.logs import visible
 
@@ -80,7 +81,7 @@ def _status(look: "Look") -> str:
     rows = [("step", f"{look.position}, start number {now.lineage}"), *look.rows()]
     rows.append(("settings", ", ".join(f"{key}={value}" for key, value in now.settings.items())))
     odd = [p for p in now.processes if p.state != "working" and now.state != "starting"]
-    rows += [("process", f"{p.name} is {p.state}, {p.restarts} restarts") for p in odd]
+    rows += [("process", f"{p.name} is {p.state}, {counted(p.restarts, 'restart')}") for p in odd]
     rows += [("advice", text) for text in look.advice()]
     rows += [("problem", text) for text in look.warnings()]
     return "\n".join([f"{now.run}: {now.state}", *(f"  {name:<11}{text}" for name, text in rows)])
@@ -131,11 +132,14 @@ def page(run: RunArgument = None) -> None:
 
 
 def _active(runs: list[Path] | None) -> list[Path]:
-    from asyncgrpo.control.client import alive_in
+    from asyncgrpo.control.client import alive_in, not_alive
 
     found = runs or alive_in(RUNS)
     if not found:
         raise RunNotAlive(f"no run in {RUNS}/ is active; name a run folder")
+    for run in found:
+        if not (run / "metrics.jsonl").exists():
+            raise RunNotAlive(not_alive(run))
     return found
 
 
@@ -282,7 +286,7 @@ def _headline(row: dict[str, Any]) -> str:
     advantage = "not trained" if row["advantage"] is None else f"advantage {row['advantage']:+.3f}"
     oldest, newest = row["version_oldest"], row["version_newest"]
     weights = f"weights {oldest}" if oldest == newest else f"weights {oldest} to {newest}"
-    ended = f"{row['num_tokens']} tokens, {row['finish_reason']}"
+    ended = f"{counted(row['num_tokens'], 'token')}, {row['finish_reason']}"
     times = f"  x{row['count']}" if row["count"] > 1 else ""
     return f"{row['prompt_id']}{times}  {reward}  {advantage}  lag {row['lag']} ({weights})  {ended}"
 
@@ -308,9 +312,8 @@ def audit(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")
     if as_json:
         print_json(msgspec.to_builtins(found, str_keys=True))
     else:
-        typer.echo(
-            f"{run}: {found.starts} starts, newest checkpoint at step {found.step}, {found.prompts_done} prompts done"
-        )
+        starts, prompts = counted(found.starts, "start"), counted(found.prompts_done, "prompt")
+        typer.echo(f"{run}: {starts}, newest checkpoint at step {found.step}, {prompts} done")
         typer.echo(f"{'fate':<16}{'groups':>10}{'tokens':>14}")
         for fate, groups in found.groups.most_common():
             typer.echo(f"{fate:<16}{groups:>10,}{found.tokens[fate]:>14,}")
@@ -319,7 +322,7 @@ def audit(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")
         typer.echo(f"groups trained by lag: {lags or 'none'}")
         for difference in found.differences:
             typer.echo(f"difference: {difference}")
-        typer.echo(f"{len(found.differences)} differences" if found.differences else "no difference")
+        typer.echo(counted(len(found.differences), "difference") if found.differences else "no difference")
     if found.differences:
         raise typer.Exit(1)
 
@@ -353,11 +356,11 @@ def replay(
     timeline = read_timeline(run, from_step=from_step, to_step=to_step)
     configs = [replay_config(leg.config, with_ or (), algorithm=algorithm) for leg in timeline.legs]
     is_changed = configs != [leg.config for leg in timeline.legs]
-    changes = [*([f"--algorithm {algorithm}"] if algorithm else []), *(with_ or [])]
+    changes = [*([f"--algorithm {algorithm}"] if algorithm else []), *(with_ or [])] if is_changed else []
     folder = next(folder for n in count(1) if not (folder := run / "replays" / str(n)).exists())
     table = SideBySide() if is_changed else Equality()
     if not as_json:
-        typer.echo(f"{_replayed(timeline, changes if is_changed else [])}\n{table.head}")
+        typer.echo(f"{_replayed(timeline, changes)}\n{table.head}")
 
     def show(pair: "Pair") -> None:
         if not as_json:
@@ -367,7 +370,7 @@ def replay(
     events = folder / "metrics.jsonl"
     plot(read_events(events), folder / "curves.png")
     if as_json:
-        print_json(_as_json(result, folder, changes if is_changed else []))
+        print_json(_as_json(result, folder, changes))
     else:
         typer.echo(table.last_line(result))
         typer.echo(f"written: {events}")
@@ -378,10 +381,9 @@ def replay(
 def _replayed(timeline: "Timeline", changes: list[str]) -> str:
     """Describe the steps to replay, and the changes."""
     steps = list(timeline.steps)
-    groups = sum(len(step.groups) for step in steps)
-    starts = len(timeline.legs)
-    text = f"{timeline.run}: steps {steps[0].number} to {steps[-1].number} of {starts} start{'s' * (starts > 1)}, "
-    text += f"{groups:,} groups, from {timeline.checkpoint or timeline.legs[0].config.model.path}"
+    groups = counted(sum(len(step.groups) for step in steps), "group")
+    text = f"{timeline.run}: steps {steps[0].number} to {steps[-1].number} of {counted(len(timeline.legs), 'start')}, "
+    text += f"{groups}, from {timeline.checkpoint or timeline.legs[0].config.model.path}"
     return f"{text}\nreplayed with {', '.join(changes)}" if changes else text
 
 

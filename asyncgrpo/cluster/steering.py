@@ -24,6 +24,7 @@ import msgspec
 from asyncgrpo.cluster.folder import RunFolder, keep_changed
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.processes import Core, Fleet, process_status
+from asyncgrpo.config.explain import counted
 from asyncgrpo.config.load import with_overrides
 from asyncgrpo.config.schema import Config
 from asyncgrpo.control.client import (
@@ -247,10 +248,10 @@ class Steering:
         self._fleet.scale(count)
         self._change(generators=count)
         if count == now:
-            return f"{count} generators already"
+            return f"{counted(count, 'generator')} already"
         if count > now:
-            return f"{count} generators: {count - now} more start and join at the next publication"
-        return f"{count} generators: {now - count} leave once they have delivered their groups"
+            return f"{count} generators: {count - now} more, from the next publication on"
+        return f"{counted(count, 'generator')}: {now - count} fewer, once their groups are delivered"
 
     def _set(self, settings: dict[str, float | int]) -> str:
         buffer = self.config.buffer

@@ -201,20 +201,21 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
     step += f" each; {_lag_in_words(config)}; up to {config.buffer.num_slots:,} groups in flight"
     objective = f"algorithm{f' {algorithm}' if algorithm else ''}: {algorithm_in_words(config.algorithm)}"
     engine_gpus = generators.count * generators.gpus_each
-    each = f"{_count(generators.gpus_each, 'GPU')} each" if engine_gpus else "on CPU"
+    each = f"{counted(generators.gpus_each, 'GPU')} each" if engine_gpus else "on CPU"
     gpus = engine_gpus + learner.ranks + config.teacher_gpus
     total = f" = {gpus} GPUs" if engine_gpus and learner.device != "cpu" else ""
-    processes = f"{_count(generators.count, 'generator')} ({generators.engine}, {each}) + {_count(learner.ranks, 'learner rank')}"
+    processes = f"{counted(generators.count, 'generator')} ({generators.engine}, {each})"
+    processes += f" + {counted(learner.ranks, 'learner rank')}"
     if config.teacher.own:
-        on = f"{_count(config.teacher_gpus_each, 'GPU')} each" if config.teacher_gpus else "on CPU"
-        processes += f" + {_count(len(config.teacher.own), 'teacher')} ({on})"
+        on = f"{counted(config.teacher_gpus_each, 'GPU')} each" if config.teacher_gpus else "on CPU"
+        processes += f" + {counted(len(config.teacher.own), 'teacher')} ({on})"
     processes += " sharing 1 GPU" if config.cluster.share_gpu else total
     trained = f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "all weights"
     processes += f"; {trained} trained in microbatches of at most {learner.tokens_per_microbatch:,} tokens per rank"
-    ends = [_count(number, unit) for number, unit in ((run.steps, "step"), (run.epochs, "epoch")) if number]
+    ends = [counted(number, unit) for number, unit in ((run.steps, "step"), (run.epochs, "epoch")) if number]
     end = f"ends after {' or '.join(ends)}{', whichever is first' * (len(ends) > 1)}" if ends else "has no end"
-    end += f"; checkpoint every {_count(run.checkpoint_every, 'step')}, "
-    end += f"evaluation every {_count(run.eval_every, 'step')}" if config.data.eval else "no evaluation"
+    end += f"; checkpoint every {counted(run.checkpoint_every, 'step')}, "
+    end += f"evaluation every {counted(run.eval_every, 'step')}" if config.data.eval else "no evaluation"
     return "\n".join([step, objective, processes, f"{end}; writes to {run.out}"])
 
 
@@ -233,7 +234,8 @@ def algorithm_in_words(settings: AlgorithmConfig) -> str:
     return ", ".join(parts + [f"{name} x {weight:g}" for name, weight in weights.items() if weight])
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return `1 step`, `2 steps`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
@@ -241,7 +243,7 @@ def _lag_in_words(config: Config) -> str:
     lag, policy = config.buffer.max_lag, config.buffer.policy
     if lag == 0:
         return "synchronous (lag 0)"
-    steps = _count(config.buffer.largest_max_lag, "step") + " (auto)" * (lag == "auto")
+    steps = counted(config.buffer.largest_max_lag, "step") + " (auto)" * (lag == "auto")
     if policy == "train":
         return f"{steps} ahead at most, lag without bound"
     return f"lag at most {steps}" + (", older groups are dropped" if policy == "drop" else "")

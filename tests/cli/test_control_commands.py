@@ -89,6 +89,7 @@ def test_a_command_reaches_the_driver(asyncgrpo, operator, typed, command):
         (["set", "learner.lr=nan"], "learner.lr=nan: 'nan' is not a number"),
         (["set", "learner.lr=fast"], "learner.lr=fast: 'fast' is not a number"),
         (["status", "runs/none"], "run folder runs/none does not exist"),
+        (["top", "runs/none"], "run folder runs/none does not exist"),
         (["pause", "."], ". is not a run folder: it has no metrics.jsonl"),
     ],
 )

@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 2):
         rows = [row(index, step) for index in range(7)]
         rows.append(row(7, step, reward=None, advantage=None, failure="timeout"))
-        rows.append(row(8, step, completion="\x1b[2Jgone [bold]not markup[/bold] " + "x" * 1000))
+        rows.append(row(8, step, num_tokens=1, completion="\x1b[2Jgone [bold]not markup[/bold] " + "x" * 1000))
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples" / f"step_{step:06d}.parquet")
     (tmp_path / "samples" / ".step_000003.parquet.tmp").write_text("half written")
     return tmp_path
@@ -54,7 +54,7 @@ def test_the_newest_step_is_shown_in_its_own_order_or_as_asked(asyncgrpo, run):
 def test_a_person_sees_reward_lag_and_weights_of_each_completion(asyncgrpo, run):
     out = shown(asyncgrpo, run, "--limit", 9)
     assert "train/4 reward 0.4 advantage +1.000 lag 2 (weights 1.3 to 1.4) 5 tokens, stop" in out
-    assert "failed: timeout not trained" in out
+    assert "failed: timeout not trained" in out and "1 token, stop" in out
     assert "9 of the 9 completions of step 2" in out
 
 

@@ -135,10 +135,10 @@ def test_settings_that_make_no_sense_change_nothing(run: Run):
 
 def test_generators_come_and_go_within_bounds(tmp_path: Path):
     run = Run(tmp_path / "run", "generators.count=2", "generators.min=2", "generators.max=5")
-    assert run.ask(client.Scale(generators=4)).startswith("4 generators: 2 more start")
+    assert run.ask(client.Scale(generators=4)).startswith("4 generators: 2 more, ")
     assert run.fleet.wanted == 4 and run.steering.config.generators.count == 4
     assert run.ask(client.Scale(generators=4)) == "4 generators already"
-    assert run.ask(client.Scale(generators=3)).startswith("3 generators: 1 leave")
+    assert run.ask(client.Scale(generators=3)).startswith("3 generators: 1 fewer, ")
     run.turn()
     assert run.watch.sent["buffer"].leaving == run.watch.sent["buffer"].ending == ("generator-3-1.0",)
     for count in (1, 6):
