@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from msgspec.structs import replace
 
 from asyncgrpo.cli import options
 from asyncgrpo.config.schema import Config, DataConfig, RewardConfig, changed
@@ -54,16 +53,10 @@ def find_model(source: Path) -> Path:
     )
 
 
-_OF_DATA = [
-    "columns",
-    "image_column",
-    "image_root",
-    "max_pixels",
-    "max_prompt_tokens",
-    "system_prompt",
-    "chat_template_kwargs",
-]
-_OF_A_RUN = *(f"data.{name}" for name in _OF_DATA), "sampling", "reward", "environment"
+_OF_A_RUN = (
+    *("data.columns", "data.image_column", "data.image_root", "data.max_pixels", "data.max_prompt_tokens"),
+    *("data.system_prompt", "data.chat_template_kwargs", "sampling", "reward", "environment"),
+)
 """Settings of a run with which its models are evaluated."""
 
 
@@ -82,9 +75,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
     if folder.name not in ("final", "hf") or not (run / "metrics.jsonl").is_file():
         return {}
     config = recorded(read_plain(run / "config.yaml"), str(run / "config.yaml"))
-    of_it = {key: attrgetter(key)(config) for key in _OF_A_RUN}
-    code = replace(config.reward.code, unsafe=False)  # which is asked for each time
-    return of_it | {"reward": replace(config.reward, code=code)}
+    config = changed(config, {"reward.code.unsafe": False})  # which is asked for each time
+    return {key: attrgetter(key)(config) for key in _OF_A_RUN}
 
 
 @app.command("eval", epilog=options.example("eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4"))
@@ -125,8 +117,9 @@ def evaluate(
     base = changed(base, settings_of(folder))
     explicit = overrides or []
     if reward_func or "reward.function" in options.keys_of(explicit):
-        of_others = {key: getattr(RewardConfig(), key) for key in ("weights", "combine", "kwargs")}
-        base = changed(base, {"reward": replace(base.reward, **of_others)})
+        base = changed(
+            base, {f"reward.{key}": getattr(RewardConfig(), key) for key in ("weights", "combine", "kwargs")}
+        )
     flags = {
         "sampling.max_tokens": max_tokens,
         "sampling.eval_temperature": temperature,
@@ -334,7 +327,7 @@ def check(
     reference, scored_as = reference_of(prompt)
     problem = ""
     try:
-        score = asyncio.run(_score(reward, prompt, reference, set(sources)))
+        score = asyncio.run(_score(reward, prompt, reference, set(sources), file))
     except AsyncGRPOError as error:
         problem = str(error)
     else:
@@ -353,12 +346,13 @@ def check(
         raise AsyncGRPOError(problem)
 
 
-async def _score(reward: "Reward", prompt: "Prompt", text: str, sources: set[str]) -> "Score":
+async def _score(reward: "Reward", prompt: "Prompt", text: str, sources: set[str], file: str) -> "Score":
     """Score a completion, if the reward has a rule for each source of the file."""
+    from asyncgrpo.cli.running import check_sources
     from asyncgrpo.rewards.base import score_one
 
     try:
-        reward.check_sources(sources)
+        check_sources(reward, sources, file)
         return await score_one(reward, prompt, text)
     finally:
         await reward.close()

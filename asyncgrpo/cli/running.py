@@ -26,7 +26,7 @@ from asyncgrpo.config.rules import check_model, local_model
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.data.loading import check, open_source, prompt_of
 from asyncgrpo.data.sources import read_rows
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.errors import ConfigError, RewardError
 from asyncgrpo.host import Host, has_gpu, importing
 from asyncgrpo.recording.loggers import check_loggers
 
@@ -142,15 +142,29 @@ def _check_prompts(config: Config, reward: "Reward | None") -> None:
     from asyncgrpo.rewards.teacher import check_teachers
 
     found = check(config, lambda line: typer.echo(line, err=True))
-    for checked in found.values():
+    named = sources_of(config)
+    for split, checked in found.items():
         if reward is not None:
-            reward.check_sources(checked.sources)
+            check_sources(reward, checked.sources, f"data.{split} ({named[split]})")
     check_teachers(config, found["train"].sources)
     wanted, rows, epochs = config.buffer.prompts_per_step, found["train"].rows, config.run.epochs
     if wanted > rows:
         is_one = epochs is not None and epochs * rows <= wanted
         then = "the run is one smaller step" if is_one else "a step takes a prompt more than once"
         log.warning("buffer.prompts_per_step (%d) is more than the rows of data.train (%d): %s", wanted, rows, then)
+
+
+def check_sources(reward: "Reward", sources: set[str], where: str) -> None:
+    """Raise RewardError, which names the file `where`, or ConfigError if the reward cannot score rows of these `data_source`."""
+    try:
+        reward.check_sources(sources)
+    except RewardError as error:
+        raise RewardError(f"{where}: {error}") from None
+
+
+def sources_of(config: Config) -> dict[str, str]:
+    """Return the sources of the prompts, by `train` or the name of a held-out suite."""
+    return {"train": ", ".join(config.data.sources), **config.data.suites}
 
 
 def card_of(config: Config) -> Card:
@@ -234,7 +248,7 @@ def preview(config: Config, algorithm: str | None = None) -> None:
     folder.check_free()
     standing = look(config, folder)
     start = ["new, starts at step 0"] if standing.is_new else standing.lines(config.run.out)
-    named = {"train": ", ".join(config.data.sources), **config.data.suites}
+    named = sources_of(config)
     lines = [sizes_in_words(config, algorithm), f"model: {config.model.path}"]
     lines += [f"data.{split}: {named[split]}, {about.rows:,} rows" for split, about in prompts.items()]
     lines += [f"reward: {reward}", f"folder: {folder.path}", *start, *filter(None, [memory_table(config)])]

@@ -164,7 +164,8 @@ def _read_jsonl(path: Path) -> Rows:
                 hint = (
                     " (one list of objects? then name the file .json)" if row == 0 and line.lstrip()[:1] == b"[" else ""
                 )
-                raise DataError(f"{path}, line {number}: {one_line(error)}{hint}") from error
+                what = "it is not UTF-8 text: " if isinstance(error, UnicodeDecodeError) else ""
+                raise DataError(f"{path}, line {number}: {what}{one_line(error)}{hint}") from error
             yield value
 
     return Rows(len(begins) - 1, read)

@@ -49,7 +49,7 @@ WORDS = {
     "no data file": ["trian.json", "no such file"],
     "a lone surrogate": ["train.json", "row 0", r"\ud800"],
     "prompts that are all too long": ["train.json", "data.max_prompt_tokens"],
-    "a data source without a rule": [r"poe\x1b[2Jtry", "--reward-func"],
+    "a data source without a rule": ["data.train (train.json): ", r"poe\x1b[2Jtry", "--reward-func"],
     "a model without tokenizer": ["model.path", "'./model'", "tokenizer.json"],
     "truncated weights": ["model/model.safetensors", "bytes", "download it again"],
     "a model of an unknown kind": ["model.path", "gpt9"],

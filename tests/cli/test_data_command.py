@@ -81,7 +81,7 @@ def test_a_reward_that_cannot_score_is_an_error_after_the_report(asyncgrpo, file
     for how, said in (
         (("--reward-func", reward), "could not be scored (exception: "),
         (judge, "reward.judge.url: http://127.0.0.1:1/v1/chat/completions cannot be reached ("),
-        ((), "no reward rule for data_source 'poetry'"),
+        ((), f"error: {file}: no reward rule for data_source 'poetry'"),
     ):
         if not how:
             row = {"question": "Why?", "data_source": "poetry"}
