@@ -166,10 +166,8 @@ def columns(rows: list[dict[str, str]]) -> str:
 
 
 def _title(made: "Plan") -> str:
-    from asyncgrpo.planner.plan import teacher_gpus
-
     profile = made.profile
-    taught = f" beside {teachers} of teachers" if (teachers := teacher_gpus(profile)) else ""
+    taught = f" beside {profile.teacher_gpus} of teachers" if profile.teacher_gpus else ""
     return (
         f"{made.gpus} {profile.units}{taught}, {profile.source} ({profile.hardware}); {profile.prompts_per_step} prompts x "
         f"{profile.group_size} completions of {profile.lengths.mean:,.0f} tokens (mean), "
@@ -213,7 +211,6 @@ def _warnings(made: "Plan") -> list[str]:
         found.append(f"the decode curve misses a measured point by {decode.residual:.0%}")
     if learner.residual > 0.15:
         found.append(f"the learner's line misses a measured point by {learner.residual:.0%}")
-    environment = made.profile.config.get("environment", {})
-    if any(environment.get(key) for key in ("name", "tools", "agent")):
+    if made.profile.config is not None and made.profile.config.environment.is_on:
         found.append("no time of the environment or agent is in the formulas; `plan --from RUN` is of measured steps")
     return found

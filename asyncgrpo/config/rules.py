@@ -143,8 +143,8 @@ def _engine_and_environment(config: Config) -> Iterator[str]:
 
 def refuse_images(config: Config) -> None:
     """Raise ConfigError for the first setting that does not fit prompts with images."""
-    environment, why = config.environment, ""
-    if environment.name or environment.tools or environment.agent:
+    why = ""
+    if config.environment.is_on:
         why = "environments and agents give text alone (environment.*); leave them out"
     elif config.learner.parallel.context > 1:
         why = "learner.parallel.context above 1 divides rows of text alone; use 1"

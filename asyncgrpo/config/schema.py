@@ -292,6 +292,11 @@ class EnvironmentConfig(Section, frozen=True):
     (run); excludes environment.name and tools."""
 
     @property
+    def is_on(self) -> bool:
+        """True if completions have an environment or an agent."""
+        return bool(self.name or self.tools or self.agent)
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Entries that are a `FILE`, `FILE:CLASS` or `FILE:FUNCTION`; a plain word is a built-in."""
         specs = (self.name or "", *self.tools, self.agent or "")

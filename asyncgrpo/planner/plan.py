@@ -41,14 +41,14 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
 from asyncgrpo.buffer.admission import JustInTime
-from asyncgrpo.config.load import load_config, recorded
+from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.placement import problems
@@ -61,7 +61,6 @@ from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 
 # -- measurements: a profile -------------------------------------------------------------------------------------------
 
-FORMAT = 3
 NEAR = 1.5
 """A decode curve is trusted up to so many times the load at which it was measured."""
 
@@ -190,12 +189,11 @@ class LearnerTimes(_Line, frozen=True, kw_only=True, rename={"each_s": "rank_s_p
 class Profile(_Part, frozen=True, kw_only=True):
     """A task on some hardware."""
 
-    format: Annotated[int, Meta(ge=1)] = FORMAT
     source: str
     """Origin, as shown to the user."""
     hardware: str
-    config: dict[str, Any] = {}
-    """The configuration that was measured; empty: none."""
+    config: Config | None = None
+    """The configuration that was measured."""
     prompts_per_step: Count
     group_size: Annotated[int, Meta(ge=2)]
     groups_in_flight: Count
@@ -239,6 +237,11 @@ class Profile(_Part, frozen=True, kw_only=True):
         """GPUs of the run that was measured; without GPUs its generators and ranks."""
         return self.generators * self.gpus_of_engine + self.ranks
 
+    @property
+    def teacher_gpus(self) -> int:
+        """GPUs of the teachers that the run started."""
+        return self.config.teacher_gpus if self.config is not None else 0
+
     def learner_tokens(self, length: float) -> float:
         """Return the tokens that the learner runs in a step of completions of this mean length."""
         prompts = self.prompt_tokens * (1 if self.shares_prompts else self.group_size)
@@ -253,10 +256,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 def read_profile(path: Path) -> Profile:
     """Read a profile. Raises ConfigError, which names the file and the error in it."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        if (version := found.get("format", FORMAT)) != FORMAT:
-            raise ConfigError(f"{path} has format {version}, this asyncgrpo reads {FORMAT}; measure it again")
-        return msgspec.convert(found, Profile)
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile, and `asyncgrpo plan --from "
@@ -351,14 +351,6 @@ def _root(square: float, linear: float, constant: float) -> float:
     if not square:
         return -constant / linear
     return (math.sqrt(linear * linear - 4 * square * constant) - linear) / (2 * square)
-
-
-def knee_groups(profile: Profile) -> int:
-    """Return the groups in flight that keep an engine at its knee: past it the lag grows more than the throughput."""
-    knee = min(profile.decode.knee, profile.kv_completions or math.inf)
-    if math.isinf(knee):
-        return profile.groups_in_flight
-    return max(1, round(knee * profile.lengths.spread(profile.group_size) / profile.group_size))
 
 
 def _useful(profile: Profile) -> float:
@@ -496,7 +488,7 @@ def make_plan(profile: Profile, gpus: int | None = None, max_lag: int | None = N
     Raises:
         ConfigError: there are too few GPUs.
     """
-    gpus = gpus - teacher_gpus(profile) if gpus else profile.gpus
+    gpus = gpus - profile.teacher_gpus if gpus else profile.gpus
     options = [Option(split, predict(profile, split), fits(profile, split)) for split in splits(profile, gpus, max_lag)]
     options.sort(key=lambda option: (not option.fits, option.expected.step_s))
     return Plan(gpus, profile, tuple(options))
@@ -509,7 +501,7 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
         raise ConfigError(
             f"{gpus} {profile.units} are too few: an engine takes {each}, and the learner at least one more"
         )
-    in_flight, multiple = groups_in_flight(profile), ranks_multiple(profile)
+    in_flight, multiple = groups_in_flight(profile), profile.config.learner.parallel.multiple if profile.config else 1
     counts = range(1, (gpus - 1) // each + 1)
     ranks = {count: (gpus - count * each) // multiple * multiple for count in counts}
     found = [Split(count, some, in_flight, 0) for count, some in ranks.items() if some]
@@ -518,19 +510,15 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
     return [replace(split, max_lag=best_max_lag(profile, split) if max_lag is None else max_lag) for split in found]
 
 
-def teacher_gpus(profile: Profile) -> int:
-    """Return the GPUs of the teachers that the profile's run started."""
-    return recorded(profile.config, "the profile").teacher_gpus if profile.config else 0
-
-
-def ranks_multiple(profile: Profile) -> int:
-    """Return the number that `learner.parallel` of the profile's run makes ranks a multiple of."""
-    return recorded(profile.config, "the profile").learner.parallel.multiple if profile.config else 1
-
-
 def groups_in_flight(profile: Profile) -> int:
-    """Return the groups that hold an engine at its knee, or those of the profile's run if the curve is unknown there."""
-    return knee_groups(profile) if profile.decode.is_near(profile.decode.knee) else profile.groups_in_flight
+    """Return the groups that keep an engine at its knee: past it the lag grows more than the throughput.
+
+    If the curve is unknown there, they are those of the profile's run.
+    """
+    knee = min(profile.decode.knee, profile.kv_completions or math.inf)
+    if math.isinf(knee) or not profile.decode.is_near(profile.decode.knee):
+        return profile.groups_in_flight
+    return max(1, round(knee * profile.lengths.spread(profile.group_size) / profile.group_size))
 
 
 def best_max_lag(profile: Profile, split: Split) -> int:
@@ -543,9 +531,9 @@ def best_max_lag(profile: Profile, split: Split) -> int:
 
 def fits(profile: Profile, split: Split) -> bool:
     """Return True if learner and engines fit their GPUs, or the size of the model is unknown."""
-    if not (profile.config and profile.gpus_each):
+    config = profile.config
+    if config is None or not profile.gpus_each:
         return True
-    config = recorded(profile.config, "the profile")
     size, placed = size_at(config.model.path), changed(config, split.settings | {"cluster.share_gpu": False})
     return size is None or not problems(size, placed, Card.of(config))
 
@@ -563,7 +551,7 @@ def pace_of_run(run: Path) -> tuple[Pace, Config, int | None, tuple[Advice, ...]
     """
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
-    config, file = load_config(str(run / "config.yaml"), []), run / "metrics.jsonl"
+    config, file = load_config(run / "config.yaml"), run / "metrics.jsonl"
     events = read_tail(file, -LARGEST_BYTES).events[-EVENTS:]
     first = read_tail(file, limit=10).events  # where the last start is too long ago
     gpus = next((event.get("gpus") for event in (*events[::-1], *first) if event["event"] == "start"), None)

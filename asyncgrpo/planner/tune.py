@@ -97,8 +97,7 @@ def tune(config: Config, log: Callable[[str], None], *, steps: int = STEPS) -> P
             trained += learner_points(events, profile)
     reward_s = asyncio.run(_reward_seconds(config, tokenizer, rows))
     log(f"reward: {1e3 * reward_s:.1f} ms")
-    learner, config_ = LearnerTimes.fit(trained), msgspec.to_builtins(config)
-    return msgspec.structs.replace(profile, config=config_, learner=learner, reward_s=reward_s)
+    return msgspec.structs.replace(profile, config=config, learner=LearnerTimes.fit(trained), reward_s=reward_s)
 
 
 # -- the short runs ----------------------------------------------------------------------------------------------------

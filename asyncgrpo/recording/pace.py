@@ -275,7 +275,7 @@ def scoring_setting(config: Config) -> tuple[int, str] | None:
     if config.teacher.is_on:
         return config.teacher.max_concurrent, "teacher.max_concurrent"
     environment = config.environment
-    if environment.name is None and environment.agent is None and not environment.tools:
+    if not environment.is_on:
         return config.reward.at_once_and_key
     return (environment.processes, "environment.processes") if environment.files and not environment.agent else None
 

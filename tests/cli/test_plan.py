@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from msgspec import to_builtins
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.planner.plan import pace_of_run, write_profile
@@ -34,7 +33,7 @@ def test_a_plan_names_the_settings_to_use(measured, asyncgrpo):
 
 @pytest.mark.parametrize("setting", ["name=game.py", "tools=[calculator]", "agent=agent.py"])
 def test_a_plan_says_that_it_knows_no_environment(measured, asyncgrpo, setting):
-    played = to_builtins(load_config(None, [*NEEDED, f"environment.{setting}"]))
+    played = load_config(None, [*NEEDED, f"environment.{setting}"])
     for made, is_said in ((profile(), False), (profile(config=played), True)):
         write_profile(made, Path("profile.json"))
         assert ("note: no time of the environment or agent" in asyncgrpo("plan", "--gpus", "4").out) == is_said

@@ -8,7 +8,7 @@ from asyncgrpo.planner.plan import (
     LearnerTimes,
     Split,
     generate_seconds,
-    knee_groups,
+    groups_in_flight,
     learner_seconds,
     predict,
 )
@@ -54,10 +54,10 @@ def test_without_lag_nothing_overlaps():
 
 
 def test_the_knee_in_groups():
-    assert knee_groups(profile()) == 15  # 60 completions of four a group
-    assert knee_groups(profile(decode=DecodeCurve(base_s=0.02, each_s=0.0))) == 4
+    assert groups_in_flight(profile()) == 15  # 60 completions of four a group
+    assert groups_in_flight(profile(decode=DecodeCurve(base_s=0.02, each_s=0.0))) == 4
     slower = DecodeCurve.fit([(load, 0.01 * load**1.1) for load in (1.0, 8.0, 64.0)])
-    assert (slower.knee, knee_groups(profile(decode=slower))) == (0.0, 1), "a token takes longer than its load grows"
+    assert slower.knee == 0.0, "a token takes longer than its load grows"
     found = predict(profile(decode=slower), Split(2, 2, 4, 4))
     assert found.saturation == found.running
 

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asyncgrpo.config.load import load_config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.plan import (
     DecodeCurve,
@@ -17,6 +18,7 @@ from asyncgrpo.planner.plan import (
     splits,
     write_profile,
 )
+from tests.config.test_schema_and_loading import NEEDED
 from tests.planner.profiles import SAME, long_tail, profile
 
 
@@ -31,7 +33,7 @@ def test_what_is_no_profile_is_refused_with_its_file_and_its_key(tmp_path):
     with pytest.raises(ConfigError, match=r"mine.json cannot be read .*asyncgrpo tune"):
         read_profile(path)
     unequal, empty = ({"lengths": {"groups": groups}} for groups in ([[1.0, 2.0], [3.0]], [[]]))
-    wrong = [({"publish_s": -1}, "publish_s"), ({"speed": 3}, "speed"), ({"format": 1}, "format 1, this")]
+    wrong = [({"publish_s": -1}, "publish_s"), ({"speed": 3}, "speed")]
     for change, said in [*wrong, (unequal, "different numbers of completions"), (empty, r"lengths\.groups")]:
         path.write_bytes(msgspec.json.encode(msgspec.to_builtins(profile()) | change))
         with pytest.raises(ConfigError, match=f"mine.json.*{said}"):
@@ -94,15 +96,16 @@ def test_engines_of_several_gpus_leave_the_rest_to_the_learner():
 
 
 def test_the_gpus_of_teachers_are_not_shared():
-    config = {"model": {"path": "m"}, "data": {"train": "d"}, "teacher": {"path": "t", "gpus_each": 4}}
-    config |= {"algorithm": {"kl_coef": 1.0}}
+    config = load_config(
+        None, [*NEEDED, "teacher.path=t", "teacher.gpus_each=4", "algorithm.kl_coef=1", "algorithm.kl_kind=k2"]
+    )
     made = make_plan(profile(config=config, gpus_each=2), 10)
     assert {(o.split.generators, o.split.ranks) for o in made.options} == {(1, 4), (2, 2)}
 
 
 def test_ranks_are_a_multiple_of_what_the_measured_layout_needs():
-    parts = {"context": 2, "expert": 3}
-    config = {"model": {"path": "m"}, "data": {"train": "d"}, "learner": {"ranks": 6, "parallel": parts}}
+    parts = ("learner.parallel.context=2", "learner.parallel.expert=3")
+    config = load_config(None, [*NEEDED, "learner.ranks=6", *parts])
     assert [(s.generators, s.ranks) for s in splits(profile(config=config), 14)] == [
         (1, 12), (2, 12), *((n, 6) for n in range(3, 9))
     ]  # fmt: skip
