@@ -82,10 +82,6 @@ def size_in_words(num_bytes: float) -> str:
 # -- options -----------------------------------------------------------------------------------------------------------
 
 ModelOption = Annotated[str | None, typer.Option("--model", help="Folder of a Hugging Face model, or its hub id.")]
-DataOption = Annotated[str | None, typer.Option("--data", help="Training prompts: Parquet, JSONL or JSON.")]
-EvalDataOption = Annotated[
-    list[str] | None, typer.Option("--eval-data", help="Held-out prompts to evaluate during training; repeatable.")
-]
 RewardFuncOption = Annotated[
     list[str] | None,
     typer.Option("--reward-func", help="Python file with compute_score, FILE:NAME, or a built-in reward; repeatable."),
@@ -96,18 +92,8 @@ UnsafeRewardsOption = Annotated[
         "--unsafe-rewards", help="Run generated code without a sandbox if bubblewrap cannot run (reward.code.unsafe)."
     ),
 ]
-RolloutNOption = Annotated[int | None, typer.Option("--rollout-n", help="Completions per prompt, at least 2.")]
-EpochsOption = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
 StepsOption = Annotated[
     int | None, typer.Option("--steps", help="Optimizer steps. Without --epochs, epochs are unlimited.")
-]
-NGpusOption = Annotated[
-    int | None,
-    typer.Option("--n-gpus", min=0, help="GPUs to split between generators and learner; 1: share it, 0: use the CPU."),
-]
-LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")]
-KlCoefOption = Annotated[
-    float | None, typer.Option("--kl-coef", help="Weight of the KL to the initial model; 0: none.")
 ]
 EngineOption = Annotated[str | None, typer.Option("--engine", help="Inference engine: sglang, torch or fake.")]
 OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
@@ -124,9 +110,8 @@ AlgorithmOption = Annotated[
         "--algorithm", help="Preset of the objective; overrides the file. `asyncgrpo config algorithms` lists them."
     ),
 ]
-_FILE = "YAML file, or the name of one in the package."
-ConfigOption = Annotated[str | None, typer.Option("--config", help=_FILE)]
-ConfigArgument = Annotated[str, typer.Argument(metavar="FILE", help=_FILE)]
+FILE = "YAML file, or the name of one in the package."
+ConfigArgument = Annotated[str, typer.Argument(metavar="FILE", help=FILE)]
 SettingsArgument = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Any setting; overrides files and flags.", show_default=False),

@@ -20,15 +20,6 @@ SHOWN = 10
 """Splits that are printed."""
 PROFILE = Path("profile.json")
 
-ProfileOption = Annotated[Path, typer.Option("--profile", help="Profile that `tune` wrote.")]
-GpusOption = Annotated[
-    int | None,
-    typer.Option("--gpus", min=2, help="GPUs to share (without GPUs: processes). Default: those of the profile."),
-]
-MaxLagOption = Annotated[
-    int | None, typer.Option("--max-lag", min=0, help="The bound; none: the smallest that costs no time.")
-]
-
 
 @app.command("tune", epilog=example("tune configs/one_node_8gpu.yaml --out profile.json"))
 def tune(
@@ -63,13 +54,18 @@ def tune(
 
 @app.command("plan", epilog=example("plan --gpus 64 --profile profile.json"))
 def plan(
-    gpus: GpusOption = None,
-    profile: ProfileOption = PROFILE,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=2, help="GPUs to share (without GPUs: processes). Default: those of the profile."),
+    ] = None,
+    profile: Annotated[Path, typer.Option("--profile", help="Profile that `tune` wrote.")] = PROFILE,
     from_run: Annotated[
         Path | None,
         typer.Option("--from", metavar="RUN", help="Run folder: its steps replace the profile.", show_default=False),
     ] = None,
-    max_lag: MaxLagOption = None,
+    max_lag: Annotated[
+        int | None, typer.Option("--max-lag", min=0, help="The bound; none: the smallest that costs no time.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Rank ways to split GPUs between generators and learner.

@@ -132,7 +132,7 @@ def check_inputs(config: Config) -> str:
 
 def _trial(config: Config) -> "Prompt | None":
     """Return the first training prompt if functions of the user score completions."""
-    if all(spec.isidentifier() for spec in config.reward.functions or ()):
+    if not config.reward.files:
         return None
     schema, rows = open_source(config.data.sources[0], config.data)
     return prompt_of("train/0", schema.to_record(rows[0], 0))

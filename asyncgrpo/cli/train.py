@@ -40,21 +40,30 @@ ONLY_DISTILLED = [
 def train(
     ctx: typer.Context,
     model: options.ModelOption = None,
-    data: options.DataOption = None,
-    eval_data: options.EvalDataOption = None,
+    data: Annotated[str | None, typer.Option("--data", help="Training prompts: Parquet, JSONL or JSON.")] = None,
+    eval_data: Annotated[
+        list[str] | None, typer.Option("--eval-data", help="Held-out prompts to evaluate during training; repeatable.")
+    ] = None,
     reward_func: options.RewardFuncOption = None,
     unsafe_rewards: options.UnsafeRewardsOption = False,
-    rollout_n: options.RolloutNOption = None,
-    epochs: options.EpochsOption = None,
+    rollout_n: Annotated[int | None, typer.Option("--rollout-n", help="Completions per prompt, at least 2.")] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")] = None,
     steps: options.StepsOption = None,
-    n_gpus: options.NGpusOption = None,
-    lr: options.LrOption = None,
-    kl_coef: options.KlCoefOption = None,
+    n_gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--n-gpus", min=0, help="GPUs to split between generators and learner; 1: share it, 0: use the CPU."
+        ),
+    ] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None,
+    kl_coef: Annotated[
+        float | None, typer.Option("--kl-coef", help="Weight of the KL to the initial model; 0: none.")
+    ] = None,
     max_lag: options.MaxLagOption = None,
     algorithm: options.AlgorithmOption = None,
     engine: options.EngineOption = None,
     out: options.OutOption = None,
-    config: options.ConfigOption = None,
+    config: Annotated[str | None, typer.Option("--config", help=options.FILE)] = None,
     dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:

@@ -164,8 +164,7 @@ VISION_MODELS = ("qwen3_vl", "qwen2_5_vl")
 def check_model(config: Config) -> None:
     """Raise ConfigError if `model.path` is not a usable folder, or its kind, heads or context do not fit the settings.
 
-    It reads `config.json` only. A hub id is looked up in the local cache; one that is not cached passes, unless the hub is
-    switched off.
+    It reads `config.json` only. A hub id is looked up in the local cache; one that is not cached passes.
     """
     folder = local_model(config.model.path)
     if folder is None:
@@ -221,13 +220,7 @@ def local_model(path: str, key: str = "model.path") -> Path | None:
         raise ConfigError(f"{key}: {path} is a file; give the folder that holds the model's config.json")
     if not _looks_like_hub_id(path):
         raise ConfigError(f"{key}: the folder {path} does not exist")
-    cached = _cached(path)
-    if cached is None and is_offline():
-        raise ConfigError(
-            f"{key}: {path} is neither a folder nor in the local Hugging Face cache, and HF_HUB_OFFLINE is set; "
-            "give a folder, or download the model once without HF_HUB_OFFLINE"
-        )
-    return cached
+    return _cached(path)
 
 
 def _looks_like_hub_id(path: str) -> bool:

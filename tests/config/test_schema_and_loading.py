@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from asyncgrpo.config.explain import explain, knobs, sizes_in_words
 from asyncgrpo.config.load import load_config, shipped, shipped_names, to_yaml
+from asyncgrpo.config.reach import find_model
 from asyncgrpo.config.rules import check_model
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, SamplingConfig
 from asyncgrpo.errors import ConfigError
@@ -297,7 +298,8 @@ class TestModelCheck:
     def test_a_hub_id_passes_unless_the_hub_is_off_and_the_cache_empty(self, model, monkeypatch):
         self.check("Qwen/Qwen3-8B")
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        assert "HF_HUB_OFFLINE is set" in self.message("Qwen/Qwen3-8B")
+        with pytest.raises(ConfigError, match="nor in the local Hugging Face cache, and HF_HUB_OFFLINE is set"):
+            find_model("Qwen/Qwen3-8B")
         snapshot = model.parent.parent / "hub-home/hub/models--Qwen--Qwen3-8B/snapshots/abc"
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text(json.dumps({"max_position_embeddings": 100}))
