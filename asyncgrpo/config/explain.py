@@ -17,7 +17,7 @@ import msgspec
 from msgspec import inspect
 
 from asyncgrpo.config import schema
-from asyncgrpo.config.foreign_rules import VERL, bare
+from asyncgrpo.config.foreign_rules import TRL, VERL
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.errors import ConfigError
 
@@ -254,13 +254,14 @@ def _lag_in_words(config: Config) -> str:
 
 def suggest(key: str) -> str:
     """Return a hint of one clause for a key that does not exist."""
-    key = bare(key)
+    key = key.lstrip("+")
     if key in knobs():
         return f"write it as `{key}`"
-    if (pattern := VERL.pattern_of(key)) is not None:
-        entry = VERL.keys[pattern]
-        return f"that is verl's{f' name for `{entry.ours}`' if entry.ours else f': {entry.by_hand or entry.absent}'}"
     namesakes = [known for known in knobs() if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    theirs = VERL if "." in key or namesakes else TRL  # TRL's have no dot; `seed` is rather ours
+    if (pattern := theirs.pattern_of(key)) is not None:
+        entry, name = theirs.keys[pattern], theirs.system
+        return f"that is {name}'s{f' name for `{entry.ours}`' if entry.ours else f': {entry.by_hand or entry.absent}'}"
     hint = near(key, namesakes or knobs().keys(), cutoff=0 if namesakes else 0.8)
     return hint or "`asyncgrpo config explain` lists all keys"
 

@@ -49,7 +49,7 @@ class TranslatedKey(NamedTuple):
     """One key of another system, translated."""
 
     key: str
-    """Theirs, without Hydra's plus."""
+    """Theirs."""
     value: Any
     ours: dict[str, Any]
     """Our keys and their values; empty where this value has no counterpart."""
@@ -83,7 +83,6 @@ class KeyMap:
 
     def pattern_of(self, key: str) -> str | None:
         """Return the entry of the map for `key`; None for a key that is not theirs."""
-        key = bare(key)
         if key in self.keys and not key.endswith("*"):
             return key
         return next((entry for entry in self.keys if entry.endswith("*") and key.startswith(entry[:-1])), None)
@@ -92,9 +91,8 @@ class KeyMap:
         """Translate each key of `given` that the map has; other keys are left out.
 
         Args:
-            given: their keys, dotted, and their values as YAML reads them.
+            given: their keys, dotted and without Hydra's plus, and their values as YAML reads them.
         """
-        given = {bare(key): value for key, value in given.items()}
         known = {key: pattern for key in given if (pattern := self.pattern_of(key)) is not None}
         return [self._row(key, pattern, given) for key, pattern in known.items()]
 
@@ -104,7 +102,6 @@ class KeyMap:
         Args:
             unknown: their keys that are given with a value that is not known.
         """
-        given = {bare(key): value for key, value in given.items()}
         written = merged(self.translate(given))
         defaults = {key: value for key, value in self._section.defaults.items() if key not in unknown}
         does = merged(self.translate(defaults | given)) | self._section.without_a_key
@@ -143,11 +140,6 @@ class KeyMap:
         if pattern.endswith("*"):
             return {entry.ours[:-1] + key.removeprefix(pattern[:-1]): value}
         return {entry.ours: value}
-
-
-def bare(key: str) -> str:
-    """`key` without the plus with which Hydra adds a key."""
-    return key.lstrip("+")
 
 
 def merged(rows: Iterable[TranslatedKey]) -> dict[str, Any]:
@@ -600,8 +592,9 @@ def trl_prompts_per_step(_: Any, given: Given, ours: str) -> Translated:
     update, updates, _passes = _counts(given)
     size = _count(given, "num_generations", _NUM_GENERATIONS)
     if update * updates % size:
-        batch = f"a generation batch of {update * updates} completions"
-        raise Odd(f"cannot be computed from {batch} and num_generations={size}")
+        raise Odd(
+            f"cannot be computed from generation batches of {update * updates} completions and num_generations={size}"
+        )
     return {ours: update * updates // size} | ({"learner.minibatches": updates} if updates > 1 else {})
 
 
@@ -732,20 +725,13 @@ _REWARDS = {"accuracy_reward": "math", "think_format_reward": "think_format"}
 
 
 def trl_dataset(_: Any, given: Given, ours: str) -> Translated:
-    return _hub_source("dataset_train_split", given, ours)
-
-
-def trl_eval_split(_: Any, given: Given, ours: str) -> Translated:
-    if given.get("eval_strategy") not in ("steps", "epoch"):
+    name, is_eval = given.get("dataset_name"), ours == "data.eval"
+    if is_eval and given.get("eval_strategy") not in ("steps", "epoch"):
         return "eval_strategy is neither steps nor epoch, so it does nothing"
-    return _hub_source("dataset_test_split", given, ours)
-
-
-def _hub_source(field: str, given: Given, ours: str) -> Translated:
-    name = given.get("dataset_name")
     if not isinstance(name, str):
         return trl_source(None, given, ours)
-    parameters = {"name": given.get("dataset_config"), "split": given.get(field)}
+    split = given.get("dataset_test_split" if is_eval else "dataset_train_split")
+    parameters = {"name": given.get("dataset_config"), "split": split}
     query = "&".join(f"{key}={value}" for key, value in parameters.items() if value is not None)
     return {ours: f"hf:{name}" + (f"?{query}" if query else "")}
 

@@ -340,8 +340,13 @@ def _known(layers: Sequence[Layer]) -> list[Layer]:
         for key, value in layer.values.items()
         if key not in knobs() and key not in sections()
     ]
-    if any("that is verl's" in line for line in lines):
-        lines.append("`asyncgrpo config from-verl FILE|KEY=VALUE...` translates keys and values of verl")
+    translators = {
+        "verl": "`asyncgrpo config from-verl FILE|KEY=VALUE...`",
+        "TRL": "`asyncgrpo config from-trl FILE|KEY=VALUE...`",
+    }
+    for system, translator in translators.items():
+        if any(f"that is {system}'s" in line for line in lines):
+            lines.append(f"{translator} translates keys and values of {system}")
     lines = lines or [
         f"{layer.name}: `{key}` is a section and must be a mapping; it is {value_in_words(value)}"
         for layer in layers

@@ -158,6 +158,8 @@ reward.timeout_s=1e10 -> reward.timeout_s must be at most 1000000000; it is 1000
 buffer.max_lag=often -> buffer.max_lag must be auto or a whole number, at least 0; it is often
 run.seed=9007199254740993 -> run.seed must be at most 9007199254740992; it is 9007199254740993
 data.truncation=error -> that is verl's: longer prompts are dropped, never cut
+num_generations=8 -> (value 8): that is TRL's name for `algorithm.group_size`
+seed=8 -> (value 8): did you mean `run.seed`?
 learner.lr -> `learner.lr` is not of the form key=value, for example learner.lr=1e-6
 learner.betas=[[ -> the value of learner.betas, `[[`, is not valid YAML
 algorithm=grpo -> `algorithm` is a section; set one of its keys
@@ -237,11 +239,13 @@ class TestMistakes:
     def test_several_misspelt_keys_are_all_told(self, file):
         file.write_text(file.read_text() + "run: {epoch: 1}\n")
         with pytest.raises(ConfigError) as caught:
-            load_config(file, ["algorithm.group_sise=8", "xyzzy=1"])
+            load_config(file, ["algorithm.group_sise=8", "xyzzy=1", "beta=0"])
         assert str(caught.value).splitlines() == [
             f"{file}: unknown configuration key `run.epoch` (value 1): did you mean `run.epochs`?",
             "command line: unknown configuration key `algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?",
             "command line: unknown configuration key `xyzzy` (value 1): `asyncgrpo config explain` lists all keys",
+            "command line: unknown configuration key `beta` (value 0): that is TRL's name for `algorithm.kl_coef`",
+            "`asyncgrpo config from-trl FILE|KEY=VALUE...` translates keys and values of TRL",
         ]
 
 

@@ -112,7 +112,7 @@ algorithm.adv_estimator=grpo data.train_files=train.parquet data.val_files=test.
 """The keys of verl's GRPO example for one node, with values of our own, and what becomes of them."""
 
 TRANSLATED = """
-+trainer.nnodes=1 ++trainer.n_gpus_per_node=2 -> generators.count=1 learner.ranks=1
+trainer.nnodes=1 trainer.n_gpus_per_node=2 -> generators.count=1 learner.ranks=1
 trainer.n_gpus_per_node=1 -> cluster.share_gpu=true
 # engines and the learner of verl share their GPUs; here an engine leaves half of them
 trainer.n_gpus_per_node=2 ROLLOUT.tensor_model_parallel_size=2
