@@ -139,7 +139,7 @@ def predicted_gib(config: Config) -> dict[str, float]:
     """Predicted memory of each part, in GiB."""
     size = size_at(config.model.path)
     assert size is not None, "the model's folder is there"
-    return {name: gib(held) for name, held in learner_rank(size, config).parts.items()}
+    return {name: gib(held) for name, held in learner_rank(size, config).items()}
 
 
 def gib(num_bytes: float) -> float:

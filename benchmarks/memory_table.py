@@ -104,7 +104,7 @@ def sized(manifest: str) -> str:
     config = load_config(name, settings)
     size = size_of(PUBLISHED[config.model.path.rpartition("/")[2]])
     shared = shared_memory_size(size, config)
-    beside = fullest_host(size, config).total - fullest_shared_memory(size, config).total
+    beside = fullest_host(size, config).total() - fullest_shared_memory(size, config).total()
     memory, shm = (f"{10 * ceil(held / GIB / 10)}Gi" for held in (1.25 * (beside + shared), shared))
     manifest = re.sub(r"(cpu: \"\d+\", memory: )\w+", rf"\g<1>{memory}", manifest)
     return re.sub(r"(medium: Memory, sizeLimit: )\w+", rf"\g<1>{shm}", manifest)
@@ -130,9 +130,9 @@ def _cells(size: ModelSize, config: Config, n_gpus: int) -> str:
         "1, shared" if run.cluster.share_gpu else f"{run.generators.count} x {run.generators.gpus_each}",
         str(run.learner.ranks),
         ", ".join(_beside(chosen)),
-        f"{learner_rank(size, run).total / GIB:.0f}",
+        f"{learner_rank(size, run).total() / GIB:.0f}",
         f"{engine_gpu(size, run, Card.of(run)).completions:,}",
-        f"{fullest_host(size, run).total / GIB:.0f}",
+        f"{fullest_host(size, run).total() / GIB:.0f}",
     ]
     return " | ".join(cells)
 

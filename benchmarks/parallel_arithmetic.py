@@ -98,7 +98,7 @@ def layouts(model: Mixture, size: ModelSize, ranks: int, *, offload: bool) -> li
                 "learner": {"ranks": ranks, "tokens_per_microbatch": tokens, "activation_checkpointing": True}
                 | {"parallel": {"context": context, "expert": expert}, "device": "cuda", "offload_optimizer": offload},
             }
-            held = learner_rank(size, msgspec.convert(sections, Config)).total
+            held = learner_rank(size, msgspec.convert(sections, Config)).total()
             if held < 0.95 * CARD.num_bytes:
                 rate = tokens / seconds(model, size, tokens, ranks, context, expert)
                 found.append((rate, context, expert, held / GIB))

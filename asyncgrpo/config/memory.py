@@ -5,6 +5,7 @@ sources. Bytes of a number: 4 for master weights, gradients and each of AdamW's 
 gathered and frozen weights, activations, engines and publications.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
@@ -78,15 +79,8 @@ class Card:
         return cls(found, "found") if found else cls(int(SHOWN_OF_NOMINAL * ASSUMED_CARD_GB * GIB), "assumed")
 
 
-@dataclass(frozen=True)
-class Holding:
-    """Bytes held at one moment, by purpose."""
-
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
+Holding = Counter[str]
+"""Bytes held at one moment, by purpose."""
 
 
 def itemsize(config: Config) -> int:
@@ -211,15 +205,15 @@ class _Rank:
 
 def learner_tensors(size: ModelSize, config: Config) -> Holding:
     """The tensors of one learner rank at the fullest moment of a step."""
-    fullest = max(_Rank(size, config).phases(), key=lambda parts: sum(parts.values()))
-    return Holding({name: held for name, held in fullest.items() if held})
+    return +max(map(Holding, _Rank(size, config).phases()), key=Holding.total)  # without zeros
 
 
 def learner_rank(size: ModelSize, config: Config) -> Holding:
     """The GPU of one learner rank at the fullest moment of a step: its tensors, and what torch does not count."""
-    tensors = learner_tensors(size, config)
+    held = learner_tensors(size, config)
     outside = CONTEXT + NCCL * (config.learner.ranks > 1) + NCCL * (not config.cluster.share_gpu)
-    return Holding(tensors.parts | {"rest": outside + int(SLACK * tensors.total)})
+    held["rest"] = outside + int(SLACK * held.total())
+    return held
 
 
 def learner_share(config: Config, card: Card) -> float:
@@ -273,13 +267,11 @@ def published_bytes(size: ModelSize, config: Config) -> int:
     return itemsize(config) * size.parameters
 
 
-def publication_seconds(size: ModelSize, config: Config) -> float:
-    """Longest pause of an engine for one publication."""
-    return pause_seconds(published_bytes(size, config), config.generators.gpus_each)
-
-
 def pause_seconds(num_bytes: int, gpus: int) -> float:
-    """Time of an engine of so many GPUs to upload weights, and to digest its live parameters; with 0, to copy them on a core."""
+    """Longest pause of an engine of so many GPUs for a publication: it uploads the weights, and digests its live parameters.
+
+    With 0 GPUs it copies them on a core.
+    """
     if not gpus:
         return num_bytes / COPIED_BYTES_PER_S
     uploaded = num_bytes * (WHOLE_SHARE + (1 - WHOLE_SHARE) / gpus)
@@ -293,7 +285,7 @@ def fullest_host(size: ModelSize, config: Config) -> Holding:
     weights and moments while a checkpoint is written; rank 0 also the exported weights and two publications. A generator
     on another node holds one.
     """
-    return max((_host(size, config, *node) for node in _nodes(config)), key=lambda held: held.total)
+    return max((_host(size, config, *node) for node in _nodes(config)), key=Holding.total)
 
 
 def fullest_shared_memory(size: ModelSize, config: Config) -> Holding:
@@ -302,7 +294,7 @@ def fullest_shared_memory(size: ModelSize, config: Config) -> Holding:
     The arenas are the learner's: what is published lies in one of them, and the next publication is written into the other.
     Engines on its node read it there. A generator elsewhere stages what it receives.
     """
-    return max((_shared(size, config, *node) for node in _nodes(config)), key=lambda held: held.total)
+    return max((_shared(size, config, *node) for node in _nodes(config)), key=Holding.total)
 
 
 def shared_memory_size(size: ModelSize, config: Config) -> int:
@@ -312,7 +304,7 @@ def shared_memory_size(size: ModelSize, config: Config) -> int:
     `SHARED_BY_OTHERS`.
     """
     held = fullest_shared_memory(size, config)
-    return held.total + held.parts.get("staging", 0) + SHARED_BY_OTHERS
+    return held.total() + held["staging"] + SHARED_BY_OTHERS
 
 
 def _nodes(config: Config) -> list[tuple[int, int]]:
@@ -352,13 +344,12 @@ def _host(size: ModelSize, config: Config, ranks: int, generators: int) -> Holdi
         "publication": (_staged(config, ranks, generators) + arenas) * published_bytes(size, config),
         "processes": processes * process,
     }
-    return Holding({name: held for name, held in parts.items() if held})
+    return +Holding(parts)
 
 
 def _shared(size: ModelSize, config: Config, ranks: int, generators: int) -> Holding:
     sent = published_bytes(size, config)
-    parts = {"arenas": ARENAS * sent if ranks else 0, "staging": _staged(config, ranks, generators) * sent}
-    return Holding({name: held for name, held in parts.items() if held})
+    return +Holding(arenas=ARENAS * sent if ranks else 0, staging=_staged(config, ranks, generators) * sent)
 
 
 def _staged(config: Config, ranks: int, generators: int) -> int:

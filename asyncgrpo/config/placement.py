@@ -45,14 +45,15 @@ def problems(size: ModelSize, config: Config, card: memory.Card, *, filled: floa
     engine = _engine(size, config, card)
     if memory.runs_on_gpu(config):
         rank = memory.learner_rank(size, config)
-        if rank.total > filled * card.num_bytes:
+        if rank.total() > filled * card.num_bytes:
             found["learner"] = (
-                f"a learner rank does not fit its GPU: {_gib(rank.total)} of {_gib(card.num_bytes)} GiB ({_in_words(rank)})"
+                f"a learner rank does not fit its GPU: {_gib(rank.total())} of {_gib(card.num_bytes)} GiB ({_in_words(rank)})"
             )
         elif config.cluster.share_gpu and engine is not None:
-            needed = (1 + memory.SLACK) * memory.learner_tensors(size, config).total
+            needed = (1 + memory.SLACK) * memory.learner_tensors(size, config).total()
             left = min(
-                memory.learner_share(config, card) * card.num_bytes, card.num_bytes - memory.CONTEXT - engine.gpu.total
+                memory.learner_share(config, card) * card.num_bytes,
+                card.num_bytes - memory.CONTEXT - engine.gpu.total(),
             )
             if needed > filled * left:
                 found["learner"] = (
@@ -60,12 +61,12 @@ def problems(size: ModelSize, config: Config, card: memory.Card, *, filled: floa
                     f"{_gib(needed)} GiB, and an engine with generators.memory_fraction="
                     f"{config.generators.memory_fraction:g} leaves it {_gib(max(left, 0))} GiB"
                 )
-    if engine is not None and engine.gpu.total > card.num_bytes:
-        found["engine"] = f"an engine does not fit its GPU: {_gib(engine.gpu.total)} of {_gib(card.num_bytes)} GiB"
+    if engine is not None and engine.gpu.total() > card.num_bytes:
+        found["engine"] = f"an engine does not fit its GPU: {_gib(engine.gpu.total())} of {_gib(card.num_bytes)} GiB"
     elif engine is not None and engine.completions < 1:
         found["engine"] = (
-            f"an engine's GPU of {_gib(card.num_bytes)} GiB has {_gib(engine.gpu.parts['KV cache'])} GiB left for the KV "
-            f"cache beside {_gib(engine.gpu.parts['weights'])} GiB of weights, too little for one completion of "
+            f"an engine's GPU of {_gib(card.num_bytes)} GiB has {_gib(engine.gpu['KV cache'])} GiB left for the KV "
+            f"cache beside {_gib(engine.gpu['weights'])} GiB of weights, too little for one completion of "
             f"{engine.longest:,} tokens"
         )
     return found
@@ -143,21 +144,23 @@ def _layouts(size: ModelSize, config: Config) -> Iterator[Changes]:
 def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
     """Raise ConfigError where this machine has too little memory, or too little shared memory, for a run on it alone."""
     held = memory.fullest_host(size, config)
-    if held.total > host.memory:
+    if held.total() > host.memory:
         fewer = range(config.generators.count - 1, 0, -1)
         fits = (
-            n for n in fewer if memory.fullest_host(size, changed(config, {"generators.count": n})).total <= host.memory
+            n
+            for n in fewer
+            if memory.fullest_host(size, changed(config, {"generators.count": n})).total() <= host.memory
         )
         instead = f"it fits with generators.count={count}" if (count := next(fits, 0)) else "use a smaller model"
         raise ConfigError(
-            f"the run does not fit the memory of this machine or container: {_gib(held.total)} of {_gib(host.memory)} GiB "
+            f"the run does not fit the memory of this machine or container: {_gib(held.total())} of {_gib(host.memory)} GiB "
             f"({_in_words(held)}); {instead}"
         )
     shared = memory.fullest_shared_memory(size, config)
-    if shared.total > host.shared_free:
+    if shared.total() > host.shared_free:
         wanted = ceil(memory.shared_memory_size(size, config) / memory.GIB)
         raise ConfigError(
-            f"the weights do not fit /dev/shm: {shared.total / MIB:,.0f} MiB ({_in_words(shared, MIB)}), and "
+            f"the weights do not fit /dev/shm: {shared.total() / MIB:,.0f} MiB ({_in_words(shared, MIB)}), and "
             f"{host.shared_free / MIB:,.0f} of its {host.shared / MIB:,.0f} MiB are free; give it more (docker run "
             f"--shm-size={wanted}g, or mount -o remount,size={wanted}g /dev/shm)"
         )
@@ -243,7 +246,7 @@ def engine_gpus(size: ModelSize, config: Config, card: memory.Card, n_gpus: int)
     enough = (
         number
         for number, fit in fits.items()
-        if fit.completions >= fit.wanted or fit.gpu.parts["KV cache"] >= LEAST_CACHE * card.num_bytes
+        if fit.completions >= fit.wanted or fit.gpu["KV cache"] >= LEAST_CACHE * card.num_bytes
     )
     best = next(enough, max(fits, key=lambda n: fits[n].completions, default=1))
     return [best, *(n for n, fit in fits.items() if n != best and fit.completions >= config.algorithm.group_size)]
@@ -272,7 +275,7 @@ def share_one_gpu(
     of_group = completions * longest * size.cache_bytes_per_token(memory.itemsize(config), 1)
     for enough in (min(in_flight, 4), 1):
         for saving in _savings(config, decided or {}):
-            rank = memory.learner_rank(size, changed(config, saving)).total
+            rank = memory.learner_rank(size, changed(config, saving)).total()
             left = card.num_bytes * COMFORTABLE - rank - memory.CONTEXT - memory.ENGINE_WORK
             groups = min(int((left - weights) // of_group), in_flight)
             if groups >= enough:  # some room, so that a prefill need not wait
@@ -311,22 +314,22 @@ def report(size: ModelSize, config: Config, card: memory.Card, host: Host | None
     rows = [("memory", "GiB", "of", "what for")]
     if memory.runs_on_gpu(config):
         rank = memory.learner_rank(size, config)
-        rows.append(("learner rank", _gib(rank.total), of, _in_words(rank)))
+        rows.append(("learner rank", _gib(rank.total()), of, _in_words(rank)))
         ranks, parallel = config.learner.ranks, config.learner.parallel
         if parallel.multiple > 1:
             lines = f"{ranks} ranks: {ranks // parallel.context} rows at once, each on {parallel.context}"
             copies = f"{ranks // parallel.expert} copies of the experts, each on {parallel.expert}"
             rows.append(("", "", "", f"{lines}; {copies}"))
     if engine is not None:
-        rows.append(("engine GPU", _gib(engine.gpu.total), of, _in_words(engine.gpu)))
+        rows.append(("engine GPU", _gib(engine.gpu.total()), of, _in_words(engine.gpu)))
         cache = f"KV cache: {engine.completions:,} completions of {engine.longest:,} tokens at once, {engine.wanted:,} wanted"
         waits = "; if all are so long, some wait (lower generators.groups_in_flight)"
         rows.append(("", "", "", cache + waits * (engine.completions < engine.wanted)))
     rows += [
-        ("host, a node", _gib(held.total), _gib(host.memory) if host else "", _in_words(held)),
-        ("its /dev/shm", _gib(shared.total), _gib(host.shared_free) if host else "", _in_words(shared)),
+        ("host, a node", _gib(held.total()), _gib(host.memory) if host else "", _in_words(held)),
+        ("its /dev/shm", _gib(shared.total()), _gib(host.shared_free) if host else "", _in_words(shared)),
     ]
-    pause = max(memory.publication_seconds(size, config), 0.1)
+    pause = max(memory.pause_seconds(memory.published_bytes(size, config), config.generators.gpus_each), 0.1)
     rows.append(("", "", "", f"publication: an engine pauses about {pause:.1f} s for it"))
     if card.known == "assumed":
         rows.append(("", "", "", "for cards of 80 GB, as no GPU is here; set cluster.gpu_memory_gb for another size"))
@@ -334,7 +337,7 @@ def report(size: ModelSize, config: Config, card: memory.Card, host: Host | None
 
 
 def _in_words(holding: memory.Holding, unit: int = memory.GIB) -> str:
-    return ", ".join(f"{name} {size / unit:,.1f}" for name, size in holding.parts.items() if size >= unit / 20)
+    return ", ".join(f"{name} {size / unit:,.1f}" for name, size in holding.items() if size >= unit / 20)
 
 
 def _gib(num_bytes: float) -> str:

@@ -47,7 +47,7 @@ def run(*overrides: str, gb: float | None = 80) -> Config:
 
 
 def parts(name: str, *overrides: str) -> dict[str, int]:
-    return learner_rank(size(name), run(*overrides)).parts
+    return learner_rank(size(name), run(*overrides))
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------
@@ -60,14 +60,14 @@ def test_full_training_takes_16_bytes_a_parameter_divided_by_the_ranks_and_adapt
     held = parts("Qwen3-8B", "learner.ranks=4")
     for name, size_of_one in (("weights", 4), ("gradients", 4), ("moments", 8)):
         assert 4 * held[name] == pytest.approx(size_of_one * numbers, rel=1e-6)
-    assert "moments" not in learner_tensors(model, off).parts, "they are on the host"
-    assert fullest_host(model, off).parts["moments"] == 8 * numbers
-    assert "moments" not in fullest_host(model, there).parts
-    assert learner_rank(model, off).total < learner_rank(model, there).total
+    assert "moments" not in learner_tensors(model, off), "they are on the host"
+    assert fullest_host(model, off)["moments"] == 8 * numbers
+    assert "moments" not in fullest_host(model, there)
+    assert learner_rank(model, off).total() < learner_rank(model, there).total()
     held = parts("Qwen3-8B", "model.lora.rank=32")
     assert (held["weights"], held["gradients"]) == (2 * numbers + 4 * adapters, 4 * adapters)
     wide = learner_rank(size_of(PUBLISHED["Qwen3-8B"] | {"dtype": "float32"}), run("model.lora.rank=32"))
-    assert wide.parts["weights"] > 1.9 * held["weights"], "files of float32 stay"
+    assert wide["weights"] > 1.9 * held["weights"], "files of float32 stay"
 
 
 @pytest.mark.parametrize(
@@ -79,29 +79,29 @@ def test_activations_are_kept_where_the_card_has_room_for_them(model, gb, keeps)
     explicit = changed(config, {"learner.activation_checkpointing": keeps})
     assert settled(size(model), explicit, Card.of(config)) == explicit, "what is written counts"
     held = learner_rank(size(model), settled(size(model), config, Card.of(config)))
-    assert (held.parts["activations"] > learner_rank(size(model), explicit).parts["activations"]) is keeps
-    assert held.total <= Card.of(config).num_bytes
+    assert (held["activations"] > learner_rank(size(model), explicit)["activations"]) is keeps
+    assert held.total() <= Card.of(config).num_bytes
 
 
 def test_the_host_holds_a_copy_of_a_checkpoint_and_the_reference_unless_it_is_to_stay():
     model, kl = size("Qwen3-8B"), "algorithm.kl_coef=0.1"
     away, here = run("learner.ranks=4", kl), run("learner.ranks=4", kl, "learner.offload_reference=false")
-    assert fullest_host(model, away).parts["checkpoint"] == (12 + 2) * model.parameters
+    assert fullest_host(model, away)["checkpoint"] == (12 + 2) * model.parameters
     adapters = 12 * model.adapter_parameters(32) + 2 * model.parameters
-    assert fullest_host(model, run("model.lora.rank=32")).parts["checkpoint"] == adapters
-    assert fullest_host(model, away).parts["reference"] == 2 * model.parameters
-    moved = learner_rank(model, here).parts["reference"] - learner_rank(model, away).parts["reference"]
+    assert fullest_host(model, run("model.lora.rank=32"))["checkpoint"] == adapters
+    assert fullest_host(model, away)["reference"] == 2 * model.parameters
+    moved = learner_rank(model, here)["reference"] - learner_rank(model, away)["reference"]
     assert moved == pytest.approx(2 * model.parameters / 4, abs=2)
-    assert "reference" not in learner_rank(model, run(kl, "model.lora.rank=8")).parts, "the model without adapters"
+    assert "reference" not in learner_rank(model, run(kl, "model.lora.rank=8")), "the model without adapters"
 
 
 def test_the_kv_cache_is_what_the_weights_leave():
     model, config = size("Qwen3-8B"), run("generators.memory_fraction=0.5")
     fit = engine_gpu(model, config, Card(80 * GIB, "found"))
-    assert fit.gpu.parts["weights"] == 2 * model.parameters
-    assert fit.gpu.total == 80 * GIB
+    assert fit.gpu["weights"] == 2 * model.parameters
+    assert fit.gpu.total() == 80 * GIB
     per_completion = 1536 * 36 * 8 * 2 * 128 * 2  # tokens, layers, heads, keys and values, width, bytes
-    assert fit.completions == fit.gpu.parts["KV cache"] // per_completion
+    assert fit.completions == fit.gpu["KV cache"] // per_completion
     assert fit.wanted == 32 * 8
 
 
@@ -137,7 +137,7 @@ def test_a_rank_that_does_not_fit_is_refused_with_what_would():
     assert len(offered) > 1
     for choice in offered:
         config = run("learner.ranks=2", "learner.tokens_per_microbatch=65536", *choice)
-        assert learner_rank(size("Qwen3-8B"), config).total <= COMFORTABLE * Card.of(config).num_bytes
+        assert learner_rank(size("Qwen3-8B"), config).total() <= COMFORTABLE * Card.of(config).num_bytes
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_layout_over_the_ranks_that_there_are_is_offered_where_it_fits(setting
     offers = str(error.value).partition("it fits with ")[2].split(" or with ")
     (offer,) = (one.split() for one in offers if one.startswith(key))
     divided = run(*settings, *offer, gb=gb)
-    assert learner_rank(model, divided).total < Card.of(divided).num_bytes
+    assert learner_rank(model, divided).total() < Card.of(divided).num_bytes
     assert f"each on {offer[0].partition('=')[2]}" in report(model, divided, Card.of(divided))
 
 
@@ -190,7 +190,7 @@ def test_a_shared_gpu_is_refused_where_only_one_of_the_two_fits(name, rank, gb):
 def fits(model: ModelSize, config: Config, card: Card) -> bool:
     """The learner with some room, and an engine with room for a group."""
     held = engine_gpu(model, config, card)
-    rank = learner_rank(model, config).total
+    rank = learner_rank(model, config).total()
     return rank <= COMFORTABLE * card.num_bytes and held.completions >= config.algorithm.group_size
 
 
@@ -233,7 +233,7 @@ def test_a_24_gb_card_is_shared(name, rank):
     shared = changed(config, values)
     refuse(model, shared, card)
     held = engine_gpu(model, shared, card)
-    assert learner_rank(model, shared).total + held.gpu.total <= COMFORTABLE * card.num_bytes
+    assert learner_rank(model, shared).total() + held.gpu.total() <= COMFORTABLE * card.num_bytes
     assert held.completions >= held.wanted >= 16
     config = run(gb=24)
     with pytest.raises(ConfigError, match=r"do not fit one GPU of 23.6 GiB.*model\.lora\.rank=32"):
@@ -246,7 +246,7 @@ def test_an_engine_that_leaves_the_learner_too_little_of_a_shared_gpu_is_refused
     settings = ["cluster.share_gpu=true", "generators.count=1", "learner.ranks=1", "model.lora.rank=8"]
     settings.append(f"generators.engine={engine}")
     config = run(*settings, "generators.memory_fraction=0.85", "generators.groups_in_flight=1", gb=24)
-    needed = f"{1.05 * learner_tensors(size('Qwen3-0.6B'), config).total / GIB:.1f}"
+    needed = f"{1.05 * learner_tensors(size('Qwen3-0.6B'), config).total() / GIB:.1f}"
     with pytest.raises(ConfigError, match=rf"needs {needed} GiB.*generators\.memory_fraction=0\.85 leaves it"):
         refuse(size("Qwen3-0.6B"), config, Card.of(config))
     settings.append("generators.memory_fraction=0.1")
@@ -264,7 +264,7 @@ ROOMY = Host(memory=2048 * GIB, shared=1024 * GIB, shared_free=1024 * GIB)
 
 def test_a_run_that_the_memory_of_its_machine_cannot_hold_is_refused():
     model, config = size("Qwen3-8B"), run("learner.ranks=4", "generators.count=4")
-    held = fullest_host(model, config).total
+    held = fullest_host(model, config).total()
     refuse_host(model, config, replace(ROOMY, memory=held))
     with pytest.raises(ConfigError, match=r"memory of this machine or container: .*publication 30\.5") as refused:
         refuse_host(model, config, replace(ROOMY, memory=held - 1))
@@ -275,7 +275,7 @@ def test_a_run_that_the_memory_of_its_machine_cannot_hold_is_refused():
 def test_a_run_on_the_cpu_holds_what_it_trains_in_the_memory_of_its_machine():
     settings = ["model.path=m", "data.train=d", "learner.device=cpu", "generators.gpus_each=0", "learner.ranks=2"]
     model, config = size("Qwen3-0.6B"), load_config(None, settings)
-    held = fullest_host(model, config).parts
+    held = fullest_host(model, config)
     assert held["weights"] == pytest.approx(4 * model.parameters, abs=8)
     assert held["moments"] == pytest.approx(8 * model.parameters, abs=8)
     assert held["engines"] == config.generators.count * 2 * model.parameters
@@ -286,13 +286,13 @@ def test_a_run_on_the_cpu_holds_what_it_trains_in_the_memory_of_its_machine():
 
 def test_weights_that_shared_memory_cannot_hold_are_refused():
     model, config = size("Qwen3-8B"), run("learner.ranks=4", "generators.count=4")
-    copies = fullest_shared_memory(model, config).total
+    copies = fullest_shared_memory(model, config).total()
     assert copies == 2 * 2 * model.parameters, "engines load out of the learner's arenas"
     refuse_host(model, config, replace(ROOMY, shared_free=copies))
     with pytest.raises(ConfigError, match=r"do not fit /dev/shm: .*--shm-size=33g"):
         refuse_host(model, config, replace(ROOMY, shared_free=copies - 1))
     broadcast = changed(config, {"weights.backend": "gloo"})
-    far = fullest_shared_memory(model, broadcast).parts
+    far = fullest_shared_memory(model, broadcast)
     assert far == {"arenas": copies, "staging": copies / 2}, "one generator receives for all"
     with pytest.raises(ConfigError, match="do not fit /dev/shm"):
         refuse_host(model, broadcast, replace(ROOMY, shared_free=copies))

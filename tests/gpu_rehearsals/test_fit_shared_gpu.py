@@ -46,8 +46,8 @@ def test_its_size_is_given_in_tokens(shared):
 def test_sglang_has_room_for_them_whoever_is_there_first(shared, learner_is):
     """By SGLang's rule: what is free after the weights, less (1 - mem_fraction_static) of what was free at the start."""
     size, card = size_at(shared.model.path), Card.of(shared)
-    rank, engine = learner_rank(size, shared), engine_gpu(size, shared, card).gpu.parts
-    held = {"not there": 0, "loaded": rank.parts["weights"] + GIB, "training": rank.total}[learner_is]
+    rank, engine = learner_rank(size, shared), engine_gpu(size, shared, card).gpu
+    held = {"not there": 0, "loaded": rank["weights"] + GIB, "training": rank.total()}[learner_is]
     at_start = card.num_bytes - held - GIB
     sized = at_start - engine["weights"] - (1 - SHARED_FRACTION) * at_start
     assert sized >= engine["KV cache"]

@@ -63,7 +63,7 @@ def test_the_peak_of_a_step_is_as_predicted(path, small_tiles, ranks, settings):
     filled = changed(run, {"learner.tokens_per_microbatch": max(sizes)})
     if "learner.activation_checkpointing" not in settings:
         filled = changed(filled, {"learner.activation_checkpointing": False})  # the default of a CPU
-    predicted = memory.learner_tensors(size_at(path), filled).total
+    predicted = memory.learner_tensors(size_at(path), filled).total()
     assert predicted == pytest.approx(peak, rel=0.12)
     assert predicted > 0.94 * peak, "rather too much than too little"
 
@@ -91,7 +91,7 @@ def test_context_divides_the_activations_of_a_long_row(tmp_path, monkeypatch, sm
             learner.step(groups(8), VERSION)  # makes the moments
             held = peak_bytes(learner, lambda: learner.step(groups(tokens), VERSION))
         if tokens == length:
-            predicted = memory.learner_tensors(size_at(str(path)), run).total
+            predicted = memory.learner_tensors(size_at(str(path)), run).total()
             assert 0.94 * held < predicted < 1.15 * held
         return held
 

@@ -169,10 +169,10 @@ def test_the_demos_fit_a_card_of_80_gb(tmp_path):
         settings = [*gpu_demo.SHARED, *more, "generators.engine=torch", "cluster.gpu_memory_gb=80"]
         config = load_config("quickstart", settings)
         refuse(size, config, Card.of(config))
-        engine = engine_gpu(size, config, Card.of(config)).gpu.total
+        engine = engine_gpu(size, config, Card.of(config)).gpu.total()
         assert engine < config.generators.memory_fraction * Card.of(config).num_bytes
         left = learner_share(config, Card.of(config))
-        assert learner_rank(size, config).total < left * Card.of(config).num_bytes
+        assert learner_rank(size, config).total() < left * Card.of(config).num_bytes
 
 
 ELSEWHERE = {"demo", "learner-0.6b"}

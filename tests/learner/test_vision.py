@@ -138,6 +138,6 @@ def test_the_memory_of_a_tower_is_counted_as_frozen(tmp_path):
     images = Images(str(path), folder=None)
     assert size.pixels == images._processor([picture(0)], return_tensors="pt")["pixel_values"].numel() // 4
     settings = config(path)
-    held = learner_tensors(size, settings).parts
+    held = learner_tensors(size, settings)
     assert held["weights"] == 4 * size.parameters, "float32: the frozen tower too"
     assert held["gradients"] == 4 * (size.parameters - size.vision_parameters)
