@@ -25,15 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncgrpo.config import rules
-from asyncgrpo.config.explain import (
-    bounds_in_words,
-    knobs,
-    near,
-    sections,
-    suggest,
-    type_in_words,
-    value_in_words,
-)
+from asyncgrpo.config.explain import bounds_in_words, knobs, near, sections, suggest, type_in_words, value_in_words
 from asyncgrpo.config.schema import AlgorithmConfig, Config, changed
 from asyncgrpo.errors import ConfigError
 

@@ -7,7 +7,8 @@ sentence that names the group, the prompt or the step.
 
 import sys
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from asyncgrpo.journal.history import (
     Delivered,
     Dropped,
     JournalRecord,
+    is_on,
     read_segments,
     starts_of,
     surviving_path,
@@ -31,7 +33,7 @@ from asyncgrpo.types import PolicyVersion
 TRAINED, WAITING, LOST = "trained", "in flight", "without a fate"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Audit:
     """The result of an audit."""
 
@@ -39,13 +41,13 @@ class Audit:
     """Step of the newest checkpoint; 0 without one."""
     starts: int
     prompts_done: int
-    groups: Counter[str] = field(default_factory=Counter)
+    groups: Counter[str]
     """Delivered groups by fate."""
-    tokens: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str]
     """Sampled tokens of delivered groups by fate."""
-    lags: Counter[int] = field(default_factory=Counter)
+    lags: Counter[int]
     """Groups trained on the path, by lag in optimizer steps."""
-    differences: list[str] = field(default_factory=list)
+    differences: list[str]
 
 
 def audit(run: Path) -> Audit:
@@ -77,16 +79,22 @@ class _Manifest(msgspec.Struct):
     unknown: tuple[str, ...]
     """Lease ids of groups that were never delivered."""
 
+    @property
+    def lags(self) -> Counter[int]:
+        """Groups by lag in optimizer steps."""
+        return Counter(self.version.number - group.oldest.number for group in self.groups)
+
 
 class _Auditor:
-    """Reads all records once, then runs the checks."""
+    """Reads all records once, then runs the checks. Each yields its differences."""
 
     def __init__(self, run: Path) -> None:
         self._run, self._starts = run, starts_of(run)
         newest = Checkpoints(run, keep=1).latest()
         state = read_state(newest) if newest is not None else None
         self._path = surviving_path(self._starts, PolicyVersion(state.lineage, state.step) if state else None)
-        self._prompts = prompts = msgspec.convert(state.prompts, PromptState) if state is not None else None
+        prompts = msgspec.convert(state.prompts, PromptState) if state is not None else None
+        self._frontier, self._beyond = (prompts.frontier, set(prompts.done_beyond)) if prompts else (0, set[int]())
         self._step = state.step if state is not None else 0
         self._delivered: dict[str, _Group] = {}
         self._versions: dict[PolicyVersion, PolicyVersion] = {}
@@ -101,50 +109,52 @@ class _Auditor:
         """Drop reasons by lease id."""
         self._final: set[int] = set()
         """Prompt indices that a start on the path dropped permanently."""
-        self.result = Audit(
-            step=self._step,
-            starts=len(self._starts),
-            prompts_done=prompts.frontier + len(prompts.done_beyond) if prompts is not None else 0,
-        )
+        self._trained_groups: dict[str, int] = {}
+        """Steps by lease id."""
+        self._trained_prompts: dict[int, str] = {}
+        """Lease ids by prompt index."""
+        self._groups, self._tokens = Counter[str](), Counter[str]()
 
     def audit(self) -> Audit:
-        self._read()
-        self._every_step_has_one_manifest()
-        self._nothing_is_trained_twice()
-        self._nothing_is_too_old()
-        self._every_bound_was_in_force()
-        self._no_prompt_is_skipped()
-        self._every_group_has_one_fate()
-        self._events_agree()
-        return self.result
+        checks = (
+            *(self._read, self._every_step_has_one_manifest, self._nothing_is_trained_twice, self._nothing_is_too_old),
+            *(self._every_bound_was_in_force, self._no_prompt_is_skipped, self._every_group_has_one_fate),
+            self._events_agree,
+        )
+        differences = [difference for check in checks for difference in check()]
+        return Audit(
+            step=self._step,
+            starts=len(self._starts),
+            prompts_done=self._frontier + len(self._beyond),
+            groups=self._groups,
+            tokens=self._tokens,
+            lags=sum((manifest.lags for manifest in self._manifests), Counter()),
+            differences=differences,
+        )
 
-    def _differ(self, sentence: str) -> None:
-        self.result.differences.append(sentence)
-
-    def _read(self) -> None:
-        damage, differences = [], self.result.differences
+    def _read(self) -> Iterator[str]:
         for segment in read_segments(self._run / "journal"):
-            damage += [f"damaged journal: {sentence}" for sentence in segment.damage_messages]
+            yield from (f"damaged journal: {sentence}" for sentence in segment.damage_messages)
             for found in segment.found:
-                self._take(found.record)
-        self.result.differences = damage + differences
+                yield from self._take(found.record)
 
-    def _take(self, record: JournalRecord) -> None:
+    def _take(self, record: JournalRecord) -> Iterator[str]:
         match record:
             case Delivered(lease_id=lease_id, versions=versions):
                 if lease_id in self._delivered:
-                    self._differ(f"group {lease_id} was delivered twice")
+                    yield f"group {lease_id} was delivered twice"
                 oldest, newest = (self._versions.setdefault(one, one) for one in (versions[0], versions[-1]))
                 self._delivered[lease_id] = _Group(
                     lease_id, record.prompt_index, record.tokens, oldest, newest, record.max_lag
                 )
-            case BatchIssued():
+            case BatchIssued(step=step, version=version):
                 unknown = tuple(lease_id for lease_id in record.lease_ids if lease_id not in self._delivered)
-                for lease_id in unknown:
-                    self._differ(f"step {record.step} was given group {lease_id}, which was never delivered")
+                yield from (
+                    f"step {step} was given group {lease_id}, which was never delivered" for lease_id in unknown
+                )
                 groups = tuple(filter(None, map(self._delivered.get, record.lease_ids)))
-                manifest = _Manifest(record.step, record.version, groups, unknown)
-                (self._manifests if self._is_on_path(manifest) else self._later).append(manifest)
+                is_standing = is_on(self._path, PolicyVersion(version.lineage, step))
+                (self._manifests if is_standing else self._later).append(_Manifest(step, version, groups, unknown))
             case Dropped(lease_id=lease_id):
                 self._dropped[lease_id] = sys.intern(record.reason)
                 if record.is_final and _lineage(lease_id) in self._path:
@@ -152,33 +162,25 @@ class _Auditor:
             case BoundChanged(version=version):
                 self._bounds[version.lineage].append((version.number, record.max_lag))
 
-    def _is_on_path(self, manifest: _Manifest) -> bool:
-        return manifest.step <= self._path.get(manifest.version.lineage, -1)
-
-    def _every_step_has_one_manifest(self) -> None:
+    def _every_step_has_one_manifest(self) -> Iterator[str]:
         count = Counter(manifest.step for manifest in self._manifests)
         for step in range(1, self._step + 1):
             if count[step] != 1:
-                self._differ(
-                    f"step {step}, which the newest checkpoint holds, has {count[step]} manifests instead of 1"
-                )
+                yield f"step {step}, which the newest checkpoint holds, has {count[step]} manifests instead of 1"
 
-    def _nothing_is_trained_twice(self) -> None:
-        by_group: dict[str, int] = {}
-        by_prompt_index: dict[int, str] = {}
+    def _nothing_is_trained_twice(self) -> Iterator[str]:
+        steps = self._trained_groups
         for manifest in self._manifests:
             for lease_id in (*(group.lease_id for group in manifest.groups), *manifest.unknown):
-                if lease_id in by_group:
-                    self._differ(f"group {lease_id} was trained in step {by_group[lease_id]} and in {manifest.step}")
-                by_group[lease_id] = manifest.step
+                if lease_id in steps:
+                    yield f"group {lease_id} was trained in step {steps[lease_id]} and in {manifest.step}"
+                steps[lease_id] = manifest.step
             for group in manifest.groups:
-                if (other := by_prompt_index.setdefault(group.prompt_index, group.lease_id)) != group.lease_id:
-                    self._differ(
-                        f"prompt {group.prompt_index} was trained twice, by the groups {other} and {group.lease_id}"
-                    )
-        self._trained_groups, self._trained_prompts = set(by_group), set(by_prompt_index)
+                other = self._trained_prompts.setdefault(group.prompt_index, group.lease_id)
+                if other != group.lease_id:
+                    yield f"prompt {group.prompt_index} was trained twice, by the groups {other} and {group.lease_id}"
 
-    def _nothing_is_too_old(self) -> None:
+    def _nothing_is_too_old(self) -> Iterator[str]:
         for manifest in [*self._manifests, *self._later]:
             start = self._starts.get(manifest.version.lineage)
             for group in manifest.groups:
@@ -186,39 +188,28 @@ class _Auditor:
                     lag = manifest.version.number - group.oldest.number
                     most = bound_of(group.lease_id, group.max_lag, start)
                     if lag > most:
-                        self._differ(f"group {group.lease_id}: lag {lag} in step {manifest.step}, max_lag {most}")
+                        yield f"group {group.lease_id}: lag {lag} in step {manifest.step}, max_lag {most}"
                 if (newest := group.newest.number) > manifest.version.number:
-                    self._differ(f"group {group.lease_id} is of weights {newest}, newer than step {manifest.step}")
-                if self._is_on_path(manifest):
-                    self.result.lags[manifest.version.number - group.oldest.number] += 1
+                    yield f"group {group.lease_id} is of weights {newest}, newer than step {manifest.step}"
 
-    def _every_bound_was_in_force(self) -> None:
+    def _every_bound_was_in_force(self) -> Iterator[str]:
         """Check that the bound in a group's record was in force before its oldest token was sampled."""
         for group in self._delivered.values():
-            start = self._starts.get(_lineage(group.lease_id))
-            if start is None or group.max_lag == start.max_lag:
+            start, bound = self._starts.get(_lineage(group.lease_id)), group.max_lag
+            if start is None or bound == start.max_lag:
                 continue
-            known = {max_lag for since, max_lag in self._bounds[start.lineage] if since <= group.oldest.number}
-            if group.max_lag not in known:
-                self._differ(
-                    f"group {group.lease_id}: max_lag {group.max_lag} was not in force before version {group.oldest}"
-                )
+            if bound not in {max_lag for since, max_lag in self._bounds[start.lineage] if since <= group.oldest.number}:
+                yield f"group {group.lease_id}: max_lag {bound} was not in force before version {group.oldest}"
 
-    def _no_prompt_is_skipped(self) -> None:
-        if self._prompts is None:
-            return
-        frontier, beyond = self._prompts.frontier, set(self._prompts.done_beyond)
-        for prompt_index in (*range(frontier), *sorted(beyond)):
-            if prompt_index not in self._trained_prompts and prompt_index not in self._final:
-                self._differ(
-                    f"prompt {prompt_index} is done in the newest checkpoint, but was neither trained nor dropped"
-                )
-        for prompt_index in sorted(i for i in self._trained_prompts if i >= frontier and i not in beyond):
-            self._differ(
-                f"prompt {prompt_index} was trained, but is not done in the newest checkpoint: it would be issued again"
-            )
+    def _no_prompt_is_skipped(self) -> Iterator[str]:
+        trained = self._trained_prompts
+        for index in (*range(self._frontier), *sorted(self._beyond)):
+            if index not in trained and index not in self._final:
+                yield f"prompt {index} is done in the newest checkpoint, but was neither trained nor dropped"
+        for index in sorted(i for i in trained if i >= self._frontier and i not in self._beyond):
+            yield f"prompt {index} was trained, but is not done in the newest checkpoint: it would be issued again"
 
-    def _every_group_has_one_fate(self) -> None:
+    def _every_group_has_one_fate(self) -> Iterator[str]:
         last = max(self._starts)
         later = [manifest for manifest in self._later if manifest.version.lineage == last]
         issued = {group.lease_id for manifest in later for group in manifest.groups}
@@ -227,43 +218,36 @@ class _Auditor:
             if lease_id in self._trained_groups:
                 fate = TRAINED
                 if dropped is not None:
-                    self._differ(f"group {lease_id} was trained, and dropped as {dropped}")
+                    yield f"group {lease_id} was trained, and dropped as {dropped}"
             elif dropped is not None:
                 fate = dropped
             elif record.prompt_index not in self._trained_prompts or lease_id in issued:
                 fate = WAITING
             else:
                 fate = LOST
-                self._differ(f"group {lease_id} was neither trained nor dropped, and its prompt is done")
-            self.result.groups[fate] += 1
-            self.result.tokens[fate] += record.tokens
+                yield f"group {lease_id} was neither trained nor dropped, and its prompt is done"
+            self._groups[fate] += 1
+            self._tokens[fate] += record.tokens
 
-    def _events_agree(self) -> None:
+    def _events_agree(self) -> Iterator[str]:
         events = self._run / "metrics.jsonl"
         if not events.exists():
-            self._differ(f"{events} is missing")
+            yield f"{events} is missing"
             return
-        manifests = {manifest.step: manifest for manifest in self._manifests}
+        lags = {manifest.step: {str(lag): n for lag, n in manifest.lags.items()} for manifest in self._manifests}
         counted: Counter[int] = Counter()
         for event in read_events(events):
             if event["event"] == "sync" and event.get("differing"):
-                self._differ(
-                    f"weights {event['version']}: {', '.join(event['differing'])} used different ones (sync gap "
-                    f"{event['gap_mean']} nats, limit {event['gap_limit']})"
-                )
-            if event["event"] != "step":
-                continue
-            counted[event["step"]] += 1
-            if (manifest := manifests.get(event["step"])) is None:
-                continue
-            lags = Counter(str(manifest.version.number - group.oldest.number) for group in manifest.groups)
-            if dict(lags) != event["lags"]:
-                self._differ(
-                    f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal"
-                )
-        for step in sorted(manifests):
+                gap = f"sync gap {event['gap_mean']} nats, limit {event['gap_limit']}"
+                yield f"weights {event['version']}: {', '.join(event['differing'])} used different ones ({gap})"
+            if event["event"] == "step":
+                step = event["step"]
+                counted[step] += 1
+                if step in lags and lags[step] != event["lags"]:
+                    yield f"step {step}: lags {event['lags']} in metrics.jsonl, {lags[step]} in the journal"
+        for step in sorted(lags):
             if counted[step] != 1:
-                self._differ(f"step {step} is {counted[step]} times in metrics.jsonl")
+                yield f"step {step} is {counted[step]} times in metrics.jsonl"
 
 
 def _lineage(lease_id: str) -> int:
