@@ -150,15 +150,14 @@ def evaluate(
 
 
 def _print_evaluation(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     suites = report["suites"]
     metrics = list(dict.fromkeys(name for suite in suites.values() for name in suite["numbers"]))
-    table = Table("suite", "prompts", *metrics, box=None, pad_edge=False, header_style="dim")
-    for name, suite in suites.items():
-        table.add_row(name, str(suite["prompts"]), *(_estimate(suite["numbers"].get(metric)) for metric in metrics))
-    Console(highlight=False).print(table)
+    rows = [
+        {"suite": name, "prompts": str(suite["prompts"])}
+        | {metric: _estimate(suite["numbers"].get(metric)) for metric in metrics}
+        for name, suite in suites.items()
+    ]
+    typer.echo(options.columns(rows))
     mean = "none" if report["reward_mean"] is None else f"{report['reward_mean']:.4f}"
     typer.echo(f"{report['completions']} completions to {report['prompts']} prompts, mean reward {mean}")
     for name, suite in suites.items():

@@ -47,6 +47,18 @@ def wrapped(line: str, *, indent: int) -> str:
     return textwrap.fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
+def columns(rows: list[dict[str, str]]) -> str:
+    """Return the rows as text under their names: the first and the last column to the left, the others to the right."""
+    names = list(rows[0])
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
+    lines = [{name: name for name in names}, *rows]
+    ends = (names[0], names[-1])
+    return "\n".join(
+        "  ".join(line[n].ljust(widths[n]) if n in ends else line[n].rjust(widths[n]) for n in names).rstrip()
+        for line in lines
+    )
+
+
 def command(*arguments: object) -> str:
     """Return an asyncgrpo command quoted for a shell, such as `asyncgrpo samples 'my run'`."""
     return shlex.join(["asyncgrpo", *map(str, arguments)])

@@ -1,5 +1,6 @@
 """`asyncgrpo tune` and `plan`: how many GPUs for each side."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import JsonOption, command, example, print_json
+from asyncgrpo.config.explain import counted
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,7 +98,7 @@ def plan(
             }
         )
     typer.echo(_title(made))
-    typer.echo(columns([_row(made, option) for option in made.options[:SHOWN]]))
+    typer.echo(options.columns([_row(made, option) for option in made.options[:SHOWN]]))
     typer.echo(f"use: {' '.join(made.options[0].flags)}")
     for warning in _warnings(made):
         typer.echo(f"note: {warning}")
@@ -127,7 +129,7 @@ def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, as_json: bool
                 "advice": [msgspec.to_builtins(piece) for piece in advice],
             }
         )
-    now = f"{pace.generators} generator{'s' * (pace.generators > 1)}, {pace.ranks} learner rank{'s' * (pace.ranks > 1)}"
+    now = f"{counted(pace.generators, 'generator')}, {counted(pace.ranks, 'learner rank')}"
     cores = pace.learner_cores
     used = f"; {1 - cores.spare:.0%} of {cores.count:.0f} cores used" if cores is not None else ""
     typer.echo(f"{run}, steps {pace.steps[0]} to {pace.steps[1]}: {_seconds(pace.step_s)} s a step with {now}{used}")
@@ -141,24 +143,12 @@ def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, as_json: bool
         }
         for one, change in zip(found, changes, strict=False)
     ]
-    typer.echo(columns(rows))
+    typer.echo(options.columns(rows))
     for piece in advice:
         typer.echo(f"advice: {piece.sentence} ({piece.evidence})")
 
 
 # -- of a profile ------------------------------------------------------------------------------------------------------
-
-
-def columns(rows: list[dict[str, str]]) -> str:
-    """Return the rows as text under their names: the first and the last column to the left, the others to the right."""
-    names = list(rows[0])
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    lines = [{name: name for name in names}, *rows]
-    ends = (names[0], names[-1])
-    return "\n".join(
-        "  ".join(line[n].ljust(widths[n]) if n in ends else line[n].rjust(widths[n]) for n in names).rstrip()
-        for line in lines
-    )
 
 
 def _title(made: "Plan") -> str:
@@ -194,19 +184,16 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.{2 if seconds < 10 else 1}f}"
 
 
-def _warnings(made: "Plan") -> list[str]:
-    """Return the limits of the profile that the best split meets."""
+def _warnings(made: "Plan") -> Iterator[str]:
+    """Yield the limits of the profile that the best split meets."""
     decode, learner, running = made.profile.decode, made.profile.learner, made.options[0].expected.running
-    loads, found = [load for load, _ in decode.measured], []
-    if loads and not decode.is_near(running):
-        found.append(
-            f"decoding was measured at {min(loads):.0f} to {max(loads):.0f} completions an engine, and this split runs "
-            f"{running:.0f}"
-        )
+    loads = [load for load, _ in decode.measured]
+    if not decode.is_near(running):
+        measured = f"{min(loads):.0f} to {max(loads):.0f} completions an engine"
+        yield f"decoding was measured at {measured}, and this split runs {running:.0f}"
     if decode.residual > 0.15:
-        found.append(f"the decode curve misses a measured point by {decode.residual:.0%}")
+        yield f"the decode curve misses a measured point by {decode.residual:.0%}"
     if learner.residual > 0.15:
-        found.append(f"the learner's line misses a measured point by {learner.residual:.0%}")
+        yield f"the learner's line misses a measured point by {learner.residual:.0%}"
     if made.profile.config is not None and made.profile.config.environment.is_on:
-        found.append("no time of the environment or agent is in the formulas; `plan --from RUN` is of measured steps")
-    return found
+        yield "no time of the environment or agent is in the formulas; `plan --from RUN` is of measured steps"
