@@ -289,7 +289,7 @@ def _escape(node: Any) -> Any:
 
 
 def _parse(overrides: Sequence[str]) -> dict[str, Any]:
-    values = OmegaConf.create()
+    values: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if not equals or not key:
@@ -297,12 +297,8 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
         if key in sections():
             example = next(knob for knob in knobs() if knob.startswith(key + "."))
             raise ConfigError(f"{COMMAND_LINE}: `{key}` is a section; set one of its keys, for example {example}=...")
-        try:
-            OmegaConf.update(values, key, _parse_value(key, text), force_add=True)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{COMMAND_LINE}: `{override}` cannot be set ({_first_line(error)})") from error
-    plain: Any = OmegaConf.to_container(values)
-    return by_key(plain)
+        values = _over(values, nested({key: _parse_value(key, text)}))
+    return by_key(values)
 
 
 def _parse_value(key: str, text: str) -> Any:
