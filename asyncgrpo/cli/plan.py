@@ -153,7 +153,7 @@ def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, as_json: bool
 
 def _title(made: "Plan") -> str:
     profile = made.profile
-    taught = f" beside {profile.teacher_gpus} of teachers" if profile.teacher_gpus else ""
+    taught = f" beside {profile.config.teacher_gpus} of teachers" if profile.config.teacher_gpus else ""
     return (
         f"{made.gpus} {profile.units}{taught}, {profile.source} ({profile.hardware}); {profile.prompts_per_step} prompts x "
         f"{profile.group_size} completions of {profile.lengths.mean:,.0f} tokens (mean), "
@@ -169,7 +169,7 @@ def _row(made: "Plan", option: "Option") -> dict[str, str]:
         "split": f"{engines}:{split.ranks}",
         "s/step": _seconds(expected.step_s),
         "tokens/s": f"{expected.tokens_per_s:,.0f}",
-        **({"GPU-h/1k": hours} if made.profile.gpus_each else {}),
+        **({"GPU-h/1k": hours} if made.profile.config.generators.gpus_each else {}),
         "idle l": f"{expected.learner_idle:.0%}",
         "idle g": f"{expected.generator_idle:.0%}",
         "satur.": f"{expected.saturation:.2f}",
@@ -195,5 +195,5 @@ def _warnings(made: "Plan") -> Iterator[str]:
         yield f"the decode curve misses a measured point by {decode.residual:.0%}"
     if learner.residual > 0.15:
         yield f"the learner's line misses a measured point by {learner.residual:.0%}"
-    if made.profile.config is not None and made.profile.config.environment.is_on:
+    if made.profile.config.environment.is_on:
         yield "no time of the environment or agent is in the formulas; `plan --from RUN` is of measured steps"

@@ -192,21 +192,10 @@ class Profile(_Part, frozen=True, kw_only=True):
     source: str
     """Origin, as shown to the user."""
     hardware: str
-    config: Config | None = None
-    """The configuration that was measured."""
-    prompts_per_step: Count
-    group_size: Annotated[int, Meta(ge=2)]
-    groups_in_flight: Count
-    """Of one engine."""
-    generators: Count
-    """Of the run that was measured."""
-    ranks: Count
-    gpus_each: Annotated[int, Meta(ge=0)]
-    """GPUs of one engine; 0: it ran on the CPU, and counts as one process."""
+    config: Config
+    """The configuration that was measured. An engine on the CPU counts as one process."""
     prompt_tokens: NotNegative = 0.0
     """Mean."""
-    shares_prompts: bool = True
-    """True if the learner runs a prompt once for all completions of its group."""
     lengths: Lengths
     decode: DecodeCurve
     learner: LearnerTimes
@@ -217,34 +206,36 @@ class Profile(_Part, frozen=True, kw_only=True):
     """Pause of an engine at a publication."""
     reward_s: NotNegative = 0.0
     """Of one reward."""
-    reward_workers: Count = 1
     filtered: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of the groups that are replaced because they have no signal."""
     kv_completions: Count | None = None
     """That fit one engine's KV cache at once; none: all."""
 
     @property
+    def prompts_per_step(self) -> int:
+        return self.config.buffer.prompts_per_step
+
+    @property
+    def group_size(self) -> int:
+        return self.config.algorithm.group_size
+
+    @property
     def gpus_of_engine(self) -> int:
-        return max(1, self.gpus_each)
+        return max(1, self.config.generators.gpus_each)
 
     @property
     def units(self) -> str:
         """Name of what is split."""
-        return "GPUs" if self.gpus_each else "processes"
+        return "GPUs" if self.config.generators.gpus_each else "processes"
 
     @property
     def gpus(self) -> int:
         """GPUs of the run that was measured; without GPUs its generators and ranks."""
-        return self.generators * self.gpus_of_engine + self.ranks
-
-    @property
-    def teacher_gpus(self) -> int:
-        """GPUs of the teachers that the run started."""
-        return self.config.teacher_gpus if self.config is not None else 0
+        return self.config.generators.count * self.gpus_of_engine + self.config.learner.ranks
 
     def learner_tokens(self, length: float) -> float:
         """Return the tokens that the learner runs in a step of completions of this mean length."""
-        prompts = self.prompt_tokens * (1 if self.shares_prompts else self.group_size)
+        prompts = self.prompt_tokens * (1 if self.config.learner.share_prompts else self.group_size)
         return self.prompts_per_step * (self.group_size * length + prompts)
 
 
@@ -342,7 +333,7 @@ def generate_seconds(profile: Profile, generators: int, in_flight: float) -> tup
     running = min(running, profile.kv_completions or math.inf)
     groups_per_s = generators * decode.rate(running) / (size * mean)
     if profile.reward_s:
-        groups_per_s = min(groups_per_s, generators * profile.reward_workers / (profile.reward_s * size))
+        groups_per_s = min(groups_per_s, generators * profile.config.reward.at_once / (profile.reward_s * size))
     return _useful(profile) / groups_per_s + profile.pause_s, running
 
 
@@ -488,7 +479,7 @@ def make_plan(profile: Profile, gpus: int | None = None, max_lag: int | None = N
     Raises:
         ConfigError: there are too few GPUs.
     """
-    gpus = gpus - profile.teacher_gpus if gpus else profile.gpus
+    gpus = gpus - profile.config.teacher_gpus if gpus else profile.gpus
     options = [Option(split, predict(profile, split), fits(profile, split)) for split in splits(profile, gpus, max_lag)]
     options.sort(key=lambda option: (not option.fits, option.expected.step_s))
     return Plan(gpus, profile, tuple(options))
@@ -501,7 +492,7 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
         raise ConfigError(
             f"{gpus} {profile.units} are too few: an engine takes {each}, and the learner at least one more"
         )
-    in_flight, multiple = groups_in_flight(profile), profile.config.learner.parallel.multiple if profile.config else 1
+    in_flight, multiple = groups_in_flight(profile), profile.config.learner.parallel.multiple
     counts = range(1, (gpus - 1) // each + 1)
     ranks = {count: (gpus - count * each) // multiple * multiple for count in counts}
     found = [Split(count, some, in_flight, 0) for count, some in ranks.items() if some]
@@ -517,7 +508,7 @@ def groups_in_flight(profile: Profile) -> int:
     """
     knee = min(profile.decode.knee, profile.kv_completions or math.inf)
     if math.isinf(knee) or not profile.decode.is_near(profile.decode.knee):
-        return profile.groups_in_flight
+        return profile.config.generators.groups_in_flight
     return max(1, round(knee * profile.lengths.spread(profile.group_size) / profile.group_size))
 
 
@@ -531,11 +522,9 @@ def best_max_lag(profile: Profile, split: Split) -> int:
 
 def fits(profile: Profile, split: Split) -> bool:
     """Return True if learner and engines fit their GPUs, or the size of the model is unknown."""
-    config = profile.config
-    if config is None or not profile.gpus_each:
-        return True
-    size, placed = size_at(config.model.path), changed(config, split.settings | {"cluster.share_gpu": False})
-    return size is None or not problems(size, placed, Card.of(config))
+    size, config = size_at(profile.config.model.path), profile.config
+    placed = changed(config, split.settings | {"cluster.share_gpu": False})
+    return not config.generators.gpus_each or size is None or not problems(size, placed, Card.of(config))
 
 
 # -- of a run ----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def profile_of(
         rows: samples of these steps.
         decode: curve of its engine.
     """
-    generators, size = config.generators, config.algorithm.group_size
+    size = config.algorithm.group_size
     groups: dict[str, list[int]] = {}
     for row in rows:
         groups.setdefault(row["group_id"], []).append(row["num_tokens"])
@@ -150,14 +150,8 @@ def profile_of(
     return Profile(
         source=f"tune of {config.model.path}",
         hardware=_hardware(config),
-        prompts_per_step=config.buffer.prompts_per_step,
-        group_size=size,
-        groups_in_flight=generators.groups_in_flight,
-        generators=generators.count,
-        ranks=config.learner.ranks,
-        gpus_each=generators.gpus_each,
+        config=config,
         prompt_tokens=prompt_tokens,
-        shares_prompts=config.learner.share_prompts,
         lengths=lengths,
         decode=decode,
         learner=LearnerTimes(base_s=0.0, each_s=0.0),
@@ -167,7 +161,6 @@ def profile_of(
             for step in steps
             if step["generators"]["in_touch"]
         ),
-        reward_workers=config.reward.at_once,
         filtered=filtered / (filtered + sum(sum(step["lags"].values()) for step in steps)),
         kv_completions=_kv_completions(config, prompt_tokens + lengths.mean),
     )
@@ -185,7 +178,7 @@ def learner_points(steps: Sequence[Event], profile: Profile) -> list[tuple[float
     size, apart = profile.prompts_per_step * profile.group_size, ("wait_data", "publish", "checkpoint", "eval")
     points = sorted(
         (
-            profile.learner_tokens(step["tokens_trained"] / size) / profile.ranks,
+            profile.learner_tokens(step["tokens_trained"] / size) / profile.config.learner.ranks,
             sum(seconds for activity, seconds in step["seconds"].items() if activity not in apart),
         )
         for step in steps

@@ -3,22 +3,29 @@
 import msgspec
 import numpy as np
 
+from asyncgrpo.config.load import load_config
 from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, Lengths, Profile
 
 SAME = Lengths(groups=((100.0,) * 4,))
 
 
-def profile(**changes: object) -> Profile:
-    """Eight prompts of four completions, engines that hold four groups each, a step of 1 + 0.001 x 3200 / ranks seconds."""
+SIZES = {
+    "buffer.prompts_per_step": 8, "algorithm.group_size": 4, "generators.groups_in_flight": 4, "generators.count": 2,
+    "learner.ranks": 2,
+}  # fmt: skip
+
+
+def profile(*settings: str, **changes: object) -> Profile:
+    """Eight prompts of four completions, engines that hold four groups each, a step of 1 + 0.001 x 3200 / ranks seconds.
+
+    Args:
+        settings: further ones of its configuration.
+    """
+    sizes = (f"{key}={value}" for key, value in SIZES.items())
     made = Profile(
         source="test",
         hardware="none",
-        prompts_per_step=8,
-        group_size=4,
-        groups_in_flight=4,
-        generators=2,
-        ranks=2,
-        gpus_each=1,
+        config=load_config(None, ["model.path=m", "data.train=t", *sizes, *settings]),
         lengths=SAME,
         decode=DecodeCurve(base_s=0.02, each_s=0.001),
         learner=LearnerTimes(base_s=1.0, each_s=0.001),

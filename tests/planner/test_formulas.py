@@ -21,7 +21,7 @@ def test_the_learner_s_step_has_its_fixed_part_its_tokens_and_its_publication():
     assert learner_seconds(profile(), ranks=2) == pytest.approx(1.0 + 0.001 * 3200 / 2 + 0.5)
     with_prompts = profile(prompt_tokens=50.0)
     assert learner_seconds(with_prompts, 2) == pytest.approx(1.0 + 0.001 * (3200 + 8 * 50) / 2 + 0.5)
-    apart = profile(prompt_tokens=50.0, shares_prompts=False)
+    apart = profile("learner.share_prompts=false", prompt_tokens=50.0)
     assert learner_seconds(apart, 2) == pytest.approx(1.0 + 0.001 * (3200 + 32 * 50) / 2 + 0.5)
 
 
@@ -32,11 +32,11 @@ def test_generation_takes_the_groups_over_the_rate_of_the_engines():
 
 
 def test_a_slow_reward_gives_its_places_back():
-    seconds, running = generate_seconds(profile(reward_s=1.0, reward_workers=64), generators=2, in_flight=8)
+    seconds, running = generate_seconds(profile("reward.workers=64", reward_s=1.0), generators=2, in_flight=8)
     sampled_s = 100 * (0.02 + 0.001 * running)
     assert running == pytest.approx(16 * sampled_s / (sampled_s + SCORED_AT_ONCE_S))
     assert seconds == pytest.approx(8 * (sampled_s + SCORED_AT_ONCE_S) / 8 + 0.2), "Little's law"
-    seconds, _ = generate_seconds(profile(reward_s=1.0, reward_workers=1), generators=2, in_flight=8)
+    seconds, _ = generate_seconds(profile(reward_s=1.0), generators=2, in_flight=8)
     assert seconds == pytest.approx(32 / 2 + 0.2), "few workers set the pace"
 
 

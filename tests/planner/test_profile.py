@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncgrpo.config.load import load_config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.plan import (
     DecodeCurve,
@@ -18,7 +17,6 @@ from asyncgrpo.planner.plan import (
     splits,
     write_profile,
 )
-from tests.config.test_schema_and_loading import NEEDED
 from tests.planner.profiles import SAME, long_tail, profile
 
 
@@ -90,33 +88,31 @@ def test_every_split_of_the_gpus_is_there_and_the_shortest_step_is_first():
 
 
 def test_engines_of_several_gpus_leave_the_rest_to_the_learner():
-    assert [(s.generators, s.ranks) for s in splits(profile(gpus_each=2), 6)] == [(1, 4), (2, 2)]
+    task = profile("generators.gpus_each=2")
+    assert [(s.generators, s.ranks) for s in splits(task, 6)] == [(1, 4), (2, 2)]
     with pytest.raises(ConfigError, match=r"2 GPUs are too few: an engine takes 2"):
-        splits(profile(gpus_each=2), 2)
+        splits(task, 2)
 
 
 def test_the_gpus_of_teachers_are_not_shared():
-    config = load_config(
-        None, [*NEEDED, "teacher.path=t", "teacher.gpus_each=4", "algorithm.kl_coef=1", "algorithm.kl_kind=k2"]
-    )
-    made = make_plan(profile(config=config, gpus_each=2), 10)
+    taught = ("teacher.path=t", "teacher.gpus_each=4", "algorithm.kl_coef=1", "algorithm.kl_kind=k2")
+    made = make_plan(profile(*taught, "generators.gpus_each=2"), 10)
     assert {(o.split.generators, o.split.ranks) for o in made.options} == {(1, 4), (2, 2)}
 
 
 def test_ranks_are_a_multiple_of_what_the_measured_layout_needs():
-    parts = ("learner.parallel.context=2", "learner.parallel.expert=3")
-    config = load_config(None, [*NEEDED, "learner.ranks=6", *parts])
-    assert [(s.generators, s.ranks) for s in splits(profile(config=config), 14)] == [
+    task = profile("learner.ranks=6", "learner.parallel.context=2", "learner.parallel.expert=3")
+    assert [(s.generators, s.ranks) for s in splits(task, 14)] == [
         (1, 12), (2, 12), *((n, 6) for n in range(3, 9))
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"6 GPUs are too few: learner.parallel takes a multiple of 6 ranks"):
-        splits(profile(config=config), 6)
+        splits(task, 6)
 
 
 def test_an_engine_is_filled_to_its_knee_where_the_knee_was_measured():
     assert groups_in_flight(TASK) == pytest.approx(60 * TASK.lengths.spread(4) / 4, abs=0.5)
     one_load = profile(decode=DecodeCurve.fit([(10.0, 0.03)]))
-    assert groups_in_flight(one_load) == one_load.groups_in_flight
+    assert groups_in_flight(one_load) == 4
 
 
 def test_the_bound_is_the_smallest_that_costs_no_time():

@@ -54,7 +54,7 @@ def measured(tmp_path, steps: list[dict], *settings: str, beside: tuple[int, ...
 def test_a_profile_has_what_events_and_samples_contain(tmp_path):
     steps = [step(number) for number in range(1, 13)]
     profile = measured(tmp_path, steps)
-    assert (profile.generators, profile.ranks, profile.groups_in_flight) == (3, 2, 5)
+    assert (profile.gpus, profile.units) == (5, "processes")
     assert (profile.publish_s, profile.pause_s, profile.prompt_tokens) == (1.0, 0.5, 3.0)
     assert profile.lengths.mean == pytest.approx(20.0, rel=0.05), "an incomplete group does not count"
     assert (profile.filtered, profile.decode) == (pytest.approx(6 / 30), CURVE)
