@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from asyncgrpo.cli.options import example, size_in_words
+from asyncgrpo.config.memory import ARENAS, GIB
 from asyncgrpo.host import Host, cores, has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
 
@@ -25,9 +26,6 @@ app = typer.Typer()
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 
-GIB = 1024**3
-WEIGHT_COPIES = 2
-"""Copies of the learner's weights in shared memory (docs/memory.md)."""
 LEAST_DRIVER = {"13": (580, 65), "12": (525, 60)}
 """Minimum driver by major version of CUDA (release notes of CUDA 12.0 and 13.0)."""
 SLOW_LOOKUP_S = 0.5
@@ -98,7 +96,7 @@ def check_open_files() -> Finding:
 
 def check_shared_memory() -> Finding:
     free = Host.here(SHARED_MEMORY).shared_free
-    billions = free / WEIGHT_COPIES / 2e9
+    billions = free / ARENAS / 2e9
     detail = f"{size_in_words(free)} free in {SHARED_MEMORY}, for the weights of {billions:.1f} billion parameters"
     fix = "docker run --shm-size=8g ..., or: mount -o remount,size=8g /dev/shm"
     return _enough("shared memory", free >= GIB, detail, "larger models need more", fix)

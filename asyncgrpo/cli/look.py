@@ -429,10 +429,8 @@ QUANTITIES = {
 class SideBySide:
     """Table of a replay with changes: two objectives on the same groups."""
 
-    def __init__(self) -> None:
-        names = "".join(f"{name:^20}" for name in QUANTITIES.values())
-        sides = f"{'recorded':>10}{'replayed':>10}" * len(QUANTITIES)
-        self.head = f"{'':>6}{'':>8}{'':>6}{names}".rstrip() + f"\n{'step':>6}{'reward':>8}{'lag':>6}{sides}"
+    head = f"{'':20}" + "".join(f"{name:^20}" for name in QUANTITIES.values()).rstrip()
+    head += f"\n{'step':>6}{'reward':>8}{'lag':>6}" + f"{'recorded':>10}{'replayed':>10}" * len(QUANTITIES)
 
     def row(self, pair: "Pair") -> str:
         from asyncgrpo.recording.progress import lags_of, mean_lag

@@ -45,14 +45,14 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from asyncgrpo.buffer.admission import JustInTime
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.placement import problems
-from asyncgrpo.config.schema import Config, changed
+from asyncgrpo.config.schema import Config, NonNegativeFloat, PositiveFloat, PositiveInt, Section, changed
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.recording.advice import Advice, advise
 from asyncgrpo.recording.events import LARGEST_BYTES, read_tail
@@ -64,19 +64,11 @@ from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 NEAR = 1.5
 """A decode curve is trusted up to so many times the load at which it was measured."""
 
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
 
-
-class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class Lengths(_Part, frozen=True, kw_only=True, cache_hash=True):
+class Lengths(Section, frozen=True, kw_only=True, cache_hash=True):
     """Lengths of completions, as measured: a sample draws groups, and completions within each."""
 
-    groups: Annotated[tuple[Annotated[tuple[Positive, ...], Meta(min_length=1)], ...], Meta(min_length=1)]
+    groups: Annotated[tuple[Annotated[tuple[PositiveFloat, ...], Meta(min_length=1)], ...], Meta(min_length=1)]
     """Tokens of the completions of each group; all groups have one size."""
 
     def __post_init__(self) -> None:
@@ -112,12 +104,12 @@ def _means(lengths: Lengths, prompts: int, completions: int) -> tuple[float, flo
     return float(drawn.mean()), float(drawn.max(axis=1).mean())
 
 
-class _Line(_Part, frozen=True, kw_only=True):
+class _Line(Section, frozen=True, kw_only=True):
     """Seconds that grow with a load."""
 
-    base_s: NotNegative
+    base_s: NonNegativeFloat
     """However small the load: a."""
-    each_s: NotNegative
+    each_s: NonNegativeFloat
     """For each unit of the load: c."""
     measured: tuple[tuple[float, float], ...] = ()
     """(load, seconds) as measured."""
@@ -186,7 +178,7 @@ class LearnerTimes(_Line, frozen=True, kw_only=True, rename={"each_s": "rank_s_p
         return LearnerTimes(base_s=base, each_s=each, measured=tuple(measured))
 
 
-class Profile(_Part, frozen=True, kw_only=True):
+class Profile(Section, frozen=True, kw_only=True):
     """A task on some hardware."""
 
     source: str
@@ -194,21 +186,21 @@ class Profile(_Part, frozen=True, kw_only=True):
     hardware: str
     config: Config
     """The configuration that was measured. An engine on the CPU counts as one process."""
-    prompt_tokens: NotNegative = 0.0
+    prompt_tokens: NonNegativeFloat = 0.0
     """Mean."""
     lengths: Lengths
     decode: DecodeCurve
     learner: LearnerTimes
-    publish_s: NotNegative
+    publish_s: NonNegativeFloat
     """Stall of the learner at a publication: the copy of its weights, and the wait for a free copy. The transfer overlaps with
     the next step."""
-    pause_s: NotNegative
+    pause_s: NonNegativeFloat
     """Pause of an engine at a publication."""
-    reward_s: NotNegative = 0.0
+    reward_s: NonNegativeFloat = 0.0
     """Of one reward."""
     filtered: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of the groups that are replaced because they have no signal."""
-    kv_completions: Count | None = None
+    kv_completions: PositiveInt | None = None
     """That fit one engine's KV cache at once; none: all."""
 
     @property

@@ -127,6 +127,7 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
         to_step: last step; None: the last step of the run.
     Raises:
         JournalError: the journal is missing, or lacks one of these steps or groups.
+        ConfigError: the journal is of another release.
     """
     history = read_run(run)
     starts, last = history.starts, max(history.starts)
@@ -192,14 +193,8 @@ def _legs(
         )
         parent = starts[lineage].parent
         began_with = 0 if parent is None else parent.number
-        yield Leg(lineage, _config(run, starts[lineage]), steps, steps[0].number == began_with + 1)
-
-
-def _config(run: Path, run_started: RunStarted) -> Config:
-    try:
-        return recorded(run_started.config, f"the journal of {run}")
-    except ConfigError as error:
-        raise JournalError(f"the configuration is of another release: {error}") from error
+        config = recorded(starts[lineage].config, f"the journal of {run}")
+        yield Leg(lineage, config, steps, steps[0].number == began_with + 1)
 
 
 # -- the comparison of a step ------------------------------------------------------------------------------------------
