@@ -47,10 +47,8 @@ def find_model(source: Path) -> Path:
     for folder in (source, source / "hf", source / "final", *newest_first):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             return folder
-    raise CheckpointError(
-        f"{source} holds no model (config.json and *.safetensors) in final/ or checkpoints/step_*/hf; "
-        "a run writes one with its first checkpoint"
-    )
+    where = "(config.json and *.safetensors) in final/ or checkpoints/step_*/hf"
+    raise CheckpointError(f"{source} holds no model {where}; a run writes one with its first checkpoint")
 
 
 _OF_A_RUN = (

@@ -205,10 +205,9 @@ def placed(config: Config, n_gpus: int, explicit: Sequence[str]) -> dict[str, An
         config = changed(config, chosen | kept)
         shared = n_gpus - config.teacher_gpus
         if shared < min(n_gpus, 2):
-            raise ConfigError(
-                f"--n-gpus {n_gpus} leaves {max(shared, 0)} beside {config.teacher_gpus} of teachers (teacher.path), but "
-                "generators and learner need 2; give more GPUs, or lower teacher.gpus_each"
-            )
+            left = f"--n-gpus {n_gpus} leaves {max(shared, 0)} beside {config.teacher_gpus} of teachers (teacher.path)"
+            need = "generators and learner need 2; give more GPUs, or lower teacher.gpus_each"
+            raise ConfigError(f"{left}, but {need}")
         size, card = size_at(config.model.path, may_download=True), card_of(config)
         if n_gpus > 1:
             chosen |= choose(size, config, card, shared, kept)

@@ -114,9 +114,7 @@ def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, as_json: bool
 
     pace, config, run_gpus, advice = pace_of_run(run)
     if gpus and not config.generators.gpus_each:
-        raise ConfigError(
-            f"{run} uses no GPU, so there are none to share: its splits are those that its cores have room for"
-        )
+        raise ConfigError(f"{run} uses no GPU to share: its splits are those that its cores have room for")
     found = splits(pace, config, gpus or run_gpus, max_lag)
     if as_json:
         return print_json(

@@ -216,16 +216,15 @@ def _check_training(config: Config) -> None:
     model = check_language_model(str(folder), config)
     exported = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize
     resumed = 3 * sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # weights and AdamW's two moments
-    disk = Path(config.run.out).absolute()
-    while not disk.exists():
-        disk = disk.parent
+    out = Path(config.run.out).absolute()
+    disk = next(place for place in (out, *out.parents) if place.exists())
     free, needed = shutil.disk_usage(disk).free, exported + resumed
     if free < needed + _OTHER_FILES_BYTES:
-        raise ConfigError(
-            f"run.out {config.run.out}: a checkpoint takes about {size_in_words(needed)} and the other files "
-            f"{size_in_words(_OTHER_FILES_BYTES)}, and the disk has {size_in_words(free)} left; free some space or choose a "
-            "folder on another disk"
+        takes = (
+            f"a checkpoint takes about {size_in_words(needed)} and the other files {size_in_words(_OTHER_FILES_BYTES)}"
         )
+        instead = "free some space or choose a folder on another disk"
+        raise ConfigError(f"run.out {config.run.out}: {takes}, and the disk has {size_in_words(free)} left; {instead}")
 
 
 # -- --dry-run ---------------------------------------------------------------------------------------------------------

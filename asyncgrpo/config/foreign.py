@@ -315,9 +315,7 @@ def run_script(text: str, environment: Mapping[str, str], file: str = "/script.s
             break
         if not ended.is_started:
             why = why_not_isolated([bash, "-c", ":"], visible=visible, files={})
-            raise ConfigError(
-                f"a script runs in a sandbox to read it, and {why or 'it did not start'}: {_WITHOUT_A_SANDBOX}"
-            )
+            raise ConfigError(f"a script is read in a sandbox, and {why or 'it did not start'}: {_WITHOUT_A_SANDBOX}")
         new = {path: os.path.abspath(path) for path in _BLOCKED.findall(ended.stderr) if "/" in path or "." in path}
         if ended.is_late or not new.keys() - paths.keys():
             break

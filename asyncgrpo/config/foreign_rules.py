@@ -229,10 +229,9 @@ def split_gpus(
     if ranks is None:
         ranks = n_gpus - count * gpus_each
     if count < 1 or ranks < 1:
-        raise ConfigError(
-            f"--n-gpus {n_gpus} cannot hold {max(count, 1)} x {gpus_each} GPUs of generators and {max(ranks, 1)} "
-            "learner ranks; give more GPUs, or lower generators.gpus_each, generators.count or learner.ranks"
-        )
+        both = f"{max(count, 1)} x {gpus_each} GPUs of generators and {max(ranks, 1)} learner ranks"
+        lower = "generators.gpus_each, generators.count or learner.ranks"
+        raise ConfigError(f"--n-gpus {n_gpus} cannot hold {both}; give more GPUs, or lower {lower}")
     return count, ranks
 
 
@@ -592,9 +591,7 @@ def trl_prompts_per_step(_: Any, given: Given, ours: str) -> Translated:
     update, updates, _passes = _counts(given)
     size = _count(given, "num_generations", _NUM_GENERATIONS)
     if update * updates % size:
-        raise Odd(
-            f"cannot be computed from generation batches of {update * updates} completions and num_generations={size}"
-        )
+        raise Odd(f"cannot be computed from generation batches of {update * updates} and num_generations={size}")
     return {ours: update * updates // size} | ({"learner.minibatches": updates} if updates > 1 else {})
 
 

@@ -146,24 +146,18 @@ def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
     held = memory.fullest_host(size, config)
     if held.total() > host.memory:
         fewer = range(config.generators.count - 1, 0, -1)
-        fits = (
-            n
-            for n in fewer
-            if memory.fullest_host(size, changed(config, {"generators.count": n})).total() <= host.memory
-        )
-        instead = f"it fits with generators.count={count}" if (count := next(fits, 0)) else "use a smaller model"
-        raise ConfigError(
-            f"the run does not fit the memory of this machine or container: {_gib(held.total())} of {_gib(host.memory)} GiB "
-            f"({_in_words(held)}); {instead}"
-        )
+        less = ((n, memory.fullest_host(size, changed(config, {"generators.count": n}))) for n in fewer)
+        count = next((n for n, other in less if other.total() <= host.memory), None)
+        instead = f"it fits with generators.count={count}" if count else "use a smaller model"
+        needs = f"{_gib(held.total())} of {_gib(host.memory)} GiB ({_in_words(held)})"
+        raise ConfigError(f"the run does not fit the memory of this machine or container: {needs}; {instead}")
     shared = memory.fullest_shared_memory(size, config)
     if shared.total() > host.shared_free:
         wanted = ceil(memory.shared_memory_size(size, config) / memory.GIB)
-        raise ConfigError(
-            f"the weights do not fit /dev/shm: {shared.total() / MIB:,.0f} MiB ({_in_words(shared, MIB)}), and "
-            f"{host.shared_free / MIB:,.0f} of its {host.shared / MIB:,.0f} MiB are free; give it more (docker run "
-            f"--shm-size={wanted}g, or mount -o remount,size={wanted}g /dev/shm)"
-        )
+        needs = f"{shared.total() / MIB:,.0f} MiB ({_in_words(shared, MIB)})"
+        free = f"{host.shared_free / MIB:,.0f} of its {host.shared / MIB:,.0f} MiB are free"
+        more = f"docker run --shm-size={wanted}g, or mount -o remount,size={wanted}g /dev/shm"
+        raise ConfigError(f"the weights do not fit /dev/shm: {needs}, and {free}; give it more ({more})")
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
@@ -283,9 +277,9 @@ def share_one_gpu(
                 fraction = int(1000 * held / (card.num_bytes - memory.CONTEXT)) / 1000
                 return saving | {"generators.memory_fraction": fraction, "generators.groups_in_flight": groups}
     instead = "use two GPUs" if config.model.lora.rank else "train adapters (model.lora.rank=32), or use two GPUs"
+    card_gib, needed = _gib(card.num_bytes), _gib(rank + weights + memory.CONTEXT + memory.ENGINE_WORK)
     raise ConfigError(
-        f"learner and generator do not fit one GPU of {_gib(card.num_bytes)} GiB: they need more than "
-        f"{_gib(rank + weights + memory.CONTEXT + memory.ENGINE_WORK)} GiB; {instead}"
+        f"learner and generator do not fit one GPU of {card_gib} GiB: they need more than {needed} GiB; {instead}"
     )
 
 

@@ -38,10 +38,8 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
     if Path(path).expanduser().is_dir() or (why := why_no_hub()) is None:
         return folder
     if folder is None:
-        raise ConfigError(
-            f"{key}: {path} is neither a folder nor in the local Hugging Face cache, and {why}; give the folder of a "
-            "downloaded model"
-        )
+        nowhere = f"{path} is neither a folder nor in the local Hugging Face cache"
+        raise ConfigError(f"{key}: {nowhere}, and {why}; give the folder of a downloaded model")
     if not is_offline():
         log.warning("%s: %s, so %s is used as the local cache has it", key, why, path)
         go_offline()

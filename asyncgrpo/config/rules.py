@@ -56,11 +56,11 @@ def _sizes(config: Config) -> Iterator[str]:
     algorithm, buffer = config.algorithm, config.buffer
     learner, longest = config.learner, config.data.max_prompt_tokens + config.sampling.max_tokens
     if learner.tokens_per_microbatch * learner.parallel.context < longest:
-        named = "data.max_prompt_tokens + sampling.max_tokens"
-        yield (
-            f"learner.tokens_per_microbatch times learner.parallel.context is smaller than the longest sequence, {named}; raise "
-            "one of the first or lower one of the last"
+        room, named = (
+            "learner.tokens_per_microbatch times learner.parallel.context",
+            "data.max_prompt_tokens + sampling.max_tokens",
         )
+        yield f"{room} is smaller than the longest sequence, {named}; raise one of the first or lower one of the last"
     for name in ("context", "expert"):
         if learner.ranks % getattr(learner.parallel, name):
             yield f"learner.parallel.{name} does not divide learner.ranks; change one of the two"
@@ -171,22 +171,20 @@ def check_model(config: Config) -> None:
         return
     kind, context, heads = read_model(folder)
     if kind in VISION_MODELS and config.generators.engine == "torch":
-        raise ConfigError(
-            f"generators.engine is torch, which has no vision towers, and {config.model.path} is a {kind}; "
-            "use generators.engine=sglang"
-        )
+        why = f"generators.engine is torch, which has no vision towers, and {config.model.path} is a {kind}"
+        raise ConfigError(f"{why}; use generators.engine=sglang")
     gpus = config.generators.gpus_each
     if config.generators.engine == "sglang" and gpus > 1 and isinstance(heads, int) and heads % gpus:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        raise ConfigError(
-            f"generators.gpus_each is {gpus}, but the {heads} attention heads of {config.model.path} cannot be shared by "
-            f"so many GPUs; use one of {fitting}"
+        why = (
+            f"generators.gpus_each is {gpus}, which does not divide the {heads} attention heads of {config.model.path}"
         )
+        raise ConfigError(f"{why}; use one of {fitting}")
     prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens
     if isinstance(context, int) and prompt + completion > context:
+        longest = f"data.max_prompt_tokens ({prompt}) + sampling.max_tokens ({completion}) = {prompt + completion}"
         raise ConfigError(
-            f"the context of {config.model.path} is {context} tokens, but data.max_prompt_tokens ({prompt}) + "
-            f"sampling.max_tokens ({completion}) = {prompt + completion}; lower one of the two"
+            f"the context of {config.model.path} is {context} tokens, but {longest}; lower one of the two"
         )
 
 
@@ -206,9 +204,7 @@ def read_model(folder: Path) -> tuple[Any, Any, Any]:
         below = next((f"; did you mean {found.parent}?" for found in sorted(folder.glob("*/config.json"))), "")
         raise ConfigError(f"model.path: the folder {folder} has no config.json{below}") from error
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"model.path: {file} cannot be read as a JSON object that describes a model ({error})"
-        ) from error
+        raise ConfigError(f"model.path: {file} cannot be read as a JSON object of a model ({error})") from error
 
 
 def local_model(path: str, key: str = "model.path") -> Path | None:
@@ -457,10 +453,8 @@ def _served_teacher(config: Config) -> Iterator[str]:
         yield "teacher.path and teacher.url name different data_sources; give both for each, or one teacher.path for all"
     for key, plain in {"temperature": 1.0, "top_p": 1.0, "top_k": -1}.items():
         if getattr(sampling, key) != plain:
-            yield (
-                f"{name}: a server gives log-probs at temperature 1 over the whole vocabulary, which does not fit "
-                f"sampling.{key}; set it to {plain:g}, or use algorithm.teacher"
-            )
+            why = f"{name}: a server gives log-probs at temperature 1 over the whole vocabulary"
+            yield f"{why}, which does not fit sampling.{key}; set it to {plain:g}, or use algorithm.teacher"
     if is_full and not teacher.top_k:
         yield "algorithm.kl_kind=full compares teacher.top_k tokens of the teacher, which are none; set it to 32, or use k1+"
     if teacher.top_k and not is_full:

@@ -241,10 +241,8 @@ def read_profile(path: Path) -> Profile:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile, and `asyncgrpo plan --from "
-            "RUN` needs none"
-        ) from error
+        instead = "`asyncgrpo tune CONFIG` writes a profile, and `asyncgrpo plan --from RUN` needs none"
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); {instead}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a profile: {error}; `asyncgrpo tune CONFIG` writes one") from error
 
@@ -481,9 +479,7 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
     """Return all ways to share so many GPUs. Raises ConfigError if one side gets none."""
     each = profile.gpus_of_engine
     if gpus < each + 1:
-        raise ConfigError(
-            f"{gpus} {profile.units} are too few: an engine takes {each}, and the learner at least one more"
-        )
+        raise ConfigError(f"{gpus} {profile.units} are too few: an engine takes {each}, and the learner at least one")
     in_flight, multiple = groups_in_flight(profile), profile.config.learner.parallel.multiple
     counts = range(1, (gpus - 1) // each + 1)
     ranks = {count: (gpus - count * each) // multiple * multiple for count in counts}
@@ -537,7 +533,5 @@ def pace_of_run(run: Path) -> tuple[Pace, Config, int | None, tuple[Advice, ...]
     first = read_tail(file, limit=10).events  # where the last start is too long ago
     gpus = next((event.get("gpus") for event in (*events[::-1], *first) if event["event"] == "start"), None)
     if (pace := pace_of(events, config)) is None:
-        raise ConfigError(
-            f"{run} has fewer than {SETTLE + FEWEST} steps since its last start or change: let it run longer"
-        )
+        raise ConfigError(f"{run} has fewer than {SETTLE + FEWEST} steps since its last start or change; let it go on")
     return pace, config, gpus, advise(events, config, gpus=gpus)

@@ -112,10 +112,8 @@ class Timeline:
     def _group(self, step: PlannedStep, found: Found) -> tuple[Deliver, bytes]:
         group = self.history.group(found)
         if group is None:
-            raise JournalError(
-                f"step {step.number} cannot be trained again: a group of it in segment {found.segment} of the journal "
-                f"of {self.run} cannot be read"
-            )
+            place = f"segment {found.segment} of the journal of {self.run}"
+            raise JournalError(f"step {step.number} cannot be trained again: a group of it in {place} cannot be read")
         return group
 
 
@@ -141,35 +139,31 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
         raise JournalError(f"the journal of {run} holds no step to train again")
     wanted = [m for m in standing if m.step > from_step and (to_step is None or m.step <= to_step)]
     if not wanted:
+        last = standing[-1].step
         raise JournalError(
-            f"the journal of {run} holds steps up to {standing[-1].step}; --from-step and --to-step leave none of them"
+            f"the journal of {run} holds steps up to {last}; --from-step and --to-step leave none of them"
         )
     groups = {found.record.lease_id: found for found in history.found if isinstance(found.record, Delivered)}
     checkpoints = _checkpoints(run, path)
     if from_step and from_step not in checkpoints:
         there = ", ".join(map(str, sorted(checkpoints))) or "none"
-        raise JournalError(
-            f"{run} has no checkpoint of step {from_step} on the path to its last step; there are: {there}"
-        )
+        raise JournalError(f"{run} has no checkpoint of step {from_step} before its last step; there are: {there}")
     _check(run, wanted, groups, from_step)
     return Timeline(run, history, tuple(_legs(run, starts, wanted, groups)), checkpoints.get(from_step))
 
 
 def _check(run: Path, wanted: list[BatchIssued], groups: dict[str, Found], from_step: int) -> None:
     """Raise JournalError if a step or a group is missing."""
+    later = "--from-step begins with a later checkpoint"
     for expected, manifest in enumerate(wanted, start=from_step + 1):
         if manifest.step != expected:
-            raise JournalError(
-                f"the journal of {run} has no manifest of step {expected}, or two of step {manifest.step}; "
-                f"`asyncgrpo audit {run}` lists what is missing, and --from-step begins with a later checkpoint"
-            )
+            why = f"the journal of {run} has no manifest of step {expected}, or two of step {manifest.step}"
+            raise JournalError(f"{why}; `asyncgrpo audit {run}` lists what is missing; {later}")
         for lease_id in manifest.lease_ids:
             if lease_id not in groups or not groups[lease_id].body_bytes:
-                raise JournalError(
-                    f"step {expected} cannot be trained again: its group {lease_id} is not in the journal of {run}; a "
-                    "group is deleted once a checkpoint holds its step, unless buffer.keep_journal is true, and "
-                    "--from-step begins with a later checkpoint"
-                )
+                why = f"step {expected} cannot be trained again: its group {lease_id} is not in the journal of {run}"
+                kept = "a group is deleted once a checkpoint holds its step, unless buffer.keep_journal is true"
+                raise JournalError(f"{why}; {kept}; {later}")
 
 
 def _checkpoints(run: Path, path: dict[int, int]) -> dict[int, Path]:
@@ -266,10 +260,8 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
         if key in _FIXED or not key.startswith(("algorithm.", "learner.")):
             raise ConfigError(f"a replay cannot change {key}: the groups in the journal were made with it")
     if config.algorithm.advantage == "remax" != recorded.algorithm.advantage:
-        raise ConfigError(
-            "a replay cannot change algorithm.advantage to remax: it needs a greedy completion of each prompt, which the "
-            "journal does not have"
-        )
+        why = "it needs a greedy completion of each prompt, which the journal does not have"
+        raise ConfigError(f"a replay cannot change algorithm.advantage to remax: {why}")
     return config
 
 
@@ -352,10 +344,9 @@ def _device(config: Config, rank: int) -> torch.device:
     if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if torch.cuda.device_count() <= rank:
-        raise ConfigError(
-            f"learner.ranks={config.learner.ranks} with learner.device={wish} needs as many GPUs, and this machine has "
-            f"{torch.cuda.device_count()}; learner.device=cpu would give nearly the same numbers, not equal ones"
-        )
+        needs = f"learner.ranks={config.learner.ranks} with learner.device={wish} needs as many GPUs"
+        instead = "learner.device=cpu would give nearly the same numbers, not equal ones"
+        raise ConfigError(f"{needs}, and this machine has {torch.cuda.device_count()}; {instead}")
     return torch.device("cuda", rank)
 
 
@@ -500,10 +491,9 @@ class Replay:
             self._result.same_weights.append(str(version))
         elif not self._result.pairs:
             place = self._timeline.checkpoint or config.model.path
-            raise CheckpointError(
-                f"{place} does not hold the weights that the run published as {version}, so no step can be compared "
-                f"(their digest is {ours}, that of the run {published})"
-            )
+            why = f"{place} does not hold the weights that the run published as {version}"
+            digests = f"their digest is {ours}, that of the run {published}"
+            raise CheckpointError(f"{why}, so no step can be compared ({digests})")
         else:
             self._result.other_weights.append(str(version))
 

@@ -281,7 +281,9 @@ class TestModelCheck:
         (model / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
         self.check(model, "generators.gpus_each=4")
         message = self.message(model, "generators.gpus_each=8")
-        assert "is 8, but the 12 attention heads of" in message and message.endswith("use one of 1, 2, 3, 4, 6, 12")
+        assert "is 8, which does not divide the 12 attention heads of" in message and message.endswith(
+            "use one of 1, 2, 3, 4, 6, 12"
+        )
 
     @pytest.mark.parametrize("written", ["[]", '"qwen3"', '{"text_config": [1]}'])
     def test_a_config_that_describes_no_model_is_named(self, model, written):
