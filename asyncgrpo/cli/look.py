@@ -256,14 +256,11 @@ def samples(
         return
     shown = sum(row["count"] for row in chosen)
     different = f" ({len(chosen)} different)" if shown > len(chosen) else ""
-    typer.secho(
-        f"{shown} of the {len(rows)} completions of step {rows[0]['step'] if rows else '?'}{different}", dim=True
-    )
+    of_step = rows[0]["step"] if rows else "?"
+    typer.secho(f"{shown} of the {len(rows)} completions of step {of_step}{different}", dim=True)
     rewards = {row["reward"] for row in rows if row["reward"] is not None}
     if len(rewards) == 1 and not evals:
-        typer.secho(
-            f"all completions of this step have reward {rewards.pop():g}: they give no training signal", dim=True
-        )
+        typer.secho(f"all completions of this step have reward {rewards.pop():g}: no training signal", dim=True)
 
 
 def _distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -115,9 +115,8 @@ def evaluate(
     base = changed(base, settings_of(folder))
     explicit = overrides or []
     if reward_func or "reward.function" in options.keys_of(explicit):
-        base = changed(
-            base, {f"reward.{key}": getattr(RewardConfig(), key) for key in ("weights", "combine", "kwargs")}
-        )
+        plain = RewardConfig()
+        base = changed(base, {f"reward.{key}": getattr(plain, key) for key in ("weights", "combine", "kwargs")})
     flags = {
         "sampling.max_tokens": max_tokens,
         "sampling.eval_temperature": temperature,

@@ -220,9 +220,8 @@ def _check_training(config: Config) -> None:
     disk = next(place for place in (out, *out.parents) if place.exists())
     free, needed = shutil.disk_usage(disk).free, exported + resumed
     if free < needed + _OTHER_FILES_BYTES:
-        takes = (
-            f"a checkpoint takes about {size_in_words(needed)} and the other files {size_in_words(_OTHER_FILES_BYTES)}"
-        )
+        others = size_in_words(_OTHER_FILES_BYTES)
+        takes = f"a checkpoint takes about {size_in_words(needed)} and the other files {others}"
         instead = "free some space or choose a folder on another disk"
         raise ConfigError(f"run.out {config.run.out}: {takes}, and the disk has {size_in_words(free)} left; {instead}")
 

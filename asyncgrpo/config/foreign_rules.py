@@ -237,12 +237,8 @@ def split_gpus(
 
 # -- verl: sizes and places --------------------------------------------------------------------------------------------
 
-_ACTOR, _ROLLOUT, _CORRECTION, _ASYNC = (
-    "actor_rollout_ref.actor.",
-    "actor_rollout_ref.rollout.",
-    "algorithm.rollout_correction.",
-    "async_training.",
-)
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_CORRECTION, _ASYNC = "algorithm.rollout_correction.", "async_training."
 _V1_MODE = "trainer.v1.trainer_mode"
 
 # verl's defaults, where a rule needs a key that was not given.

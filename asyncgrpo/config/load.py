@@ -444,9 +444,8 @@ def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], wh
     key = re.sub(r"\[.*", "", path)  # without an index: of `data.columns[...]` and `run.loggers[0]`
     if missing := re.search(r"missing required field `(\w+)`", problem):
         key = f"{key}.{missing[1]}"
-        return ConfigError(
-            f"{where}: {key} is missing ({knobs()[key].description}); write it in the file or as {key}=..."
-        )
+        what = f"{key} is missing ({knobs()[key].description})"
+        return ConfigError(f"{where}: {what}; write it in the file or as {key}=...")
     knob, value = knobs()[key], values.get(key)
     out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
     needs = (out_of_bounds and bounds_in_words(knob.type)) or type_in_words(knob.type)

@@ -41,34 +41,30 @@ def problems(size: ModelSize, config: Config, card: memory.Card, *, filled: floa
     Args:
         filled: share of its GPU that the learner may take.
     """
-    found = {}
+    found, of_card = {}, f"of {_gib(card.num_bytes)} GiB"
     engine = _engine(size, config, card)
     if memory.runs_on_gpu(config):
         rank = memory.learner_rank(size, config)
         if rank.total() > filled * card.num_bytes:
             found["learner"] = (
-                f"a learner rank does not fit its GPU: {_gib(rank.total())} of {_gib(card.num_bytes)} GiB ({_in_words(rank)})"
+                f"a learner rank does not fit its GPU: {_gib(rank.total())} {of_card} ({_in_words(rank)})"
             )
         elif config.cluster.share_gpu and engine is not None:
             needed = (1 + memory.SLACK) * memory.learner_tensors(size, config).total()
-            left = min(
-                memory.learner_share(config, card) * card.num_bytes,
-                card.num_bytes - memory.CONTEXT - engine.gpu.total(),
-            )
+            beside_engine = card.num_bytes - memory.CONTEXT - engine.gpu.total()
+            left = min(memory.learner_share(config, card) * card.num_bytes, beside_engine)
             if needed > filled * left:
-                found["learner"] = (
-                    f"learner and engine do not fit one GPU of {_gib(card.num_bytes)} GiB together: the learner needs "
-                    f"{_gib(needed)} GiB, and an engine with generators.memory_fraction="
-                    f"{config.generators.memory_fraction:g} leaves it {_gib(max(left, 0))} GiB"
+                leaves = (
+                    f"generators.memory_fraction={config.generators.memory_fraction:g} leaves it {_gib(max(left, 0))}"
                 )
+                why = f"the learner needs {_gib(needed)} GiB, and an engine with {leaves} GiB"
+                found["learner"] = f"learner and engine do not fit one GPU {of_card} together: {why}"
     if engine is not None and engine.gpu.total() > card.num_bytes:
-        found["engine"] = f"an engine does not fit its GPU: {_gib(engine.gpu.total())} of {_gib(card.num_bytes)} GiB"
+        found["engine"] = f"an engine does not fit its GPU: {_gib(engine.gpu.total())} {of_card}"
     elif engine is not None and engine.completions < 1:
-        found["engine"] = (
-            f"an engine's GPU of {_gib(card.num_bytes)} GiB has {_gib(engine.gpu['KV cache'])} GiB left for the KV "
-            f"cache beside {_gib(engine.gpu['weights'])} GiB of weights, too little for one completion of "
-            f"{engine.longest:,} tokens"
-        )
+        cache = f"{_gib(engine.gpu['KV cache'])} GiB left for the KV cache beside {_gib(engine.gpu['weights'])} GiB of weights"
+        why = f"too little for one completion of {engine.longest:,} tokens"
+        found["engine"] = f"an engine's GPU {of_card} has {cache}, {why}"
     return found
 
 
@@ -299,12 +295,8 @@ def report(size: ModelSize, config: Config, card: memory.Card, host: Host | None
     Args:
         host: this machine, if the run is on it.
     """
-    config, engine = settled(size, config, card), _engine(size, config, card)
-    held, shared, of = (
-        memory.fullest_host(size, config),
-        memory.fullest_shared_memory(size, config),
-        _gib(card.num_bytes),
-    )
+    config, engine, of = settled(size, config, card), _engine(size, config, card), _gib(card.num_bytes)
+    held, shared = memory.fullest_host(size, config), memory.fullest_shared_memory(size, config)
     rows = [("memory", "GiB", "of", "what for")]
     if memory.runs_on_gpu(config):
         rank = memory.learner_rank(size, config)

@@ -56,10 +56,8 @@ def _sizes(config: Config) -> Iterator[str]:
     algorithm, buffer = config.algorithm, config.buffer
     learner, longest = config.learner, config.data.max_prompt_tokens + config.sampling.max_tokens
     if learner.tokens_per_microbatch * learner.parallel.context < longest:
-        room, named = (
-            "learner.tokens_per_microbatch times learner.parallel.context",
-            "data.max_prompt_tokens + sampling.max_tokens",
-        )
+        room = "learner.tokens_per_microbatch times learner.parallel.context"
+        named = "data.max_prompt_tokens + sampling.max_tokens"
         yield f"{room} is smaller than the longest sequence, {named}; raise one of the first or lower one of the last"
     for name in ("context", "expert"):
         if learner.ranks % getattr(learner.parallel, name):
@@ -176,10 +174,8 @@ def check_model(config: Config) -> None:
     gpus = config.generators.gpus_each
     if config.generators.engine == "sglang" and gpus > 1 and isinstance(heads, int) and heads % gpus:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        why = (
-            f"generators.gpus_each is {gpus}, which does not divide the {heads} attention heads of {config.model.path}"
-        )
-        raise ConfigError(f"{why}; use one of {fitting}")
+        there = f"the {heads} attention heads of {config.model.path}"
+        raise ConfigError(f"generators.gpus_each is {gpus}, which does not divide {there}; use one of {fitting}")
     prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens
     if isinstance(context, int) and prompt + completion > context:
         longest = f"data.max_prompt_tokens ({prompt}) + sampling.max_tokens ({completion}) = {prompt + completion}"

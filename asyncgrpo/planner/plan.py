@@ -417,14 +417,12 @@ def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> float:
 def _prediction(
     profile: Profile, split: Split, step_s: float, learn_s: float, running: float, lag_mean: float, bottleneck: str
 ) -> Prediction:
-    tokens_per_s = profile.prompts_per_step * profile.group_size * profile.lengths.mean / step_s
-    sampled_s = (
-        tokens_per_s * step_s / (1 - profile.filtered) / split.generators / profile.decode.rate(max(running, 1.0))
-    )
+    tokens = profile.prompts_per_step * profile.group_size * profile.lengths.mean
+    sampled_s = tokens / (1 - profile.filtered) / split.generators / profile.decode.rate(max(running, 1.0))
     return Prediction(
         step_s=step_s,
         lag_mean=lag_mean,
-        tokens_per_s=tokens_per_s,
+        tokens_per_s=tokens / step_s,
         learner_idle=max(0.0, 1 - learn_s / step_s),
         generator_idle=max(0.0, 1 - (sampled_s + profile.pause_s) / step_s),
         saturation=running / max(profile.decode.knee, 1.0),  # 0 where a token takes longer than its load grows

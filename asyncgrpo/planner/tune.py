@@ -121,10 +121,8 @@ def _run(config: Config, log: Callable[[str], None]) -> tuple[list[Event], Rows]
     steps = [event for event in read_events(path / "metrics.jsonl") if event["event"] == "step"][SETTLE:]
     files = sorted((path / "samples").rglob("step_*.parquet"))[SETTLE:]
     seconds = statistics.median(map(seconds_of, steps))
-    log(
-        f"run: {prompts} prompts a step, {seconds:.2f} s a step, {_publish_s(steps):.2f} s of it publication "
-        f"({time.monotonic() - started:.0f} s in all)"
-    )
+    took = f"{seconds:.2f} s a step, {_publish_s(steps):.2f} s of it publication"
+    log(f"run: {prompts} prompts a step, {took} ({time.monotonic() - started:.0f} s in all)")
     return steps, [row for file in files for row in pq.read_table(file, columns=COLUMNS).to_pylist()]
 
 

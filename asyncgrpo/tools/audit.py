@@ -144,14 +144,11 @@ class _Auditor:
                 if lease_id in self._delivered:
                     yield f"group {lease_id} was delivered twice"
                 oldest, newest = (self._versions.setdefault(one, one) for one in (versions[0], versions[-1]))
-                self._delivered[lease_id] = _Group(
-                    lease_id, record.prompt_index, record.tokens, oldest, newest, record.max_lag
-                )
+                group = _Group(lease_id, record.prompt_index, record.tokens, oldest, newest, record.max_lag)
+                self._delivered[lease_id] = group
             case BatchIssued(step=step, version=version):
                 unknown = tuple(lease_id for lease_id in record.lease_ids if lease_id not in self._delivered)
-                yield from (
-                    f"step {step} was given group {lease_id}, which was never delivered" for lease_id in unknown
-                )
+                yield from (f"step {step} was given group {one}, which was never delivered" for one in unknown)
                 groups = tuple(filter(None, map(self._delivered.get, record.lease_ids)))
                 is_standing = is_on(self._path, PolicyVersion(version.lineage, step))
                 (self._manifests if is_standing else self._later).append(_Manifest(step, version, groups, unknown))

@@ -469,10 +469,8 @@ class Replay:
             groups = unpack_batch(message, memoryview(payload))
         with clock("forward_backward"):
             if team.world > 1:
-                header, body = encode(message, payload)
-                team.broadcast(
-                    RankCommand(what="step", version=planned.version, header=bytes(header), payload=bytes(body))
-                )
+                header, body = map(bytes, encode(message, payload))
+                team.broadcast(RankCommand(what="step", version=planned.version, header=header, payload=body))
             report = learner.step(groups, planned.version)
         version = f"{planned.version.lineage}.{planned.number}"
         recorded = self._steps.get(version)
