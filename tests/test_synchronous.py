@@ -10,7 +10,7 @@ import torch
 
 from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.cluster.wiring import sampling_of
-from asyncgrpo.config.load import load_config, shipped
+from asyncgrpo.config.load import find, load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.data.loading import Prompts
@@ -97,7 +97,7 @@ def test_a_run_at_lag_zero_is_bitwise_identical_to_a_synchronous_loop(settings: 
     ours = events(run(tmp_path / "run", *settings), "step")
 
     torch.set_num_threads(1)
-    config = load_config(shipped("quickstart"), settings)
+    config = load_config(find("quickstart"), settings)
     plain = asyncio.run(train(config))
 
     assert len(ours) == len(plain) == STEPS

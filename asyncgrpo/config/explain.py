@@ -259,9 +259,9 @@ def suggest(key: str) -> str:
         return f"write it as `{key}`"
     namesakes = [known for known in knobs() if known.rpartition(".")[2] == key.rpartition(".")[2]]
     theirs = VERL if "." in key or namesakes else TRL  # TRL's have no dot; `seed` is rather ours
-    if (pattern := theirs.pattern_of(key)) is not None:
-        entry, name = theirs.keys[pattern], theirs.system
-        return f"that is {name}'s{f' name for `{entry.ours}`' if entry.ours else f': {entry.by_hand or entry.absent}'}"
+    if (entry := theirs.entry_of(key)) is not None:
+        what = f" name for `{entry.ours}`" if entry.ours else f": {entry.by_hand or entry.absent}"
+        return f"that is {theirs.system}'s{what}"
     hint = near(key, namesakes or knobs().keys(), cutoff=0 if namesakes else 0.8)
     return hint or "`asyncgrpo config explain` lists all keys"
 

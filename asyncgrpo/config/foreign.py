@@ -61,7 +61,7 @@ def read(words: Sequence[str], keys: KeyMap, stdin: str = "") -> "Translation":
     rows = keys.translate(given)
     unwritten = keys.unwritten(given, unknown={line.partition(":")[0] for line in unread})
     for key in given:
-        if keys.pattern_of(key) is None:
+        if keys.entry_of(key) is None:
             hint = near(key, keys.keys)
             unread.append(f"{key}: asyncgrpo knows no such key of {keys.system}" + (f"; {hint}" if hint else ""))
     there, left = [row for row in rows if row.ours], [row for row in rows if not row.ours]

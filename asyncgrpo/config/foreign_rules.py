@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncgrpo.errors import ConfigError
 
@@ -81,11 +82,13 @@ class KeyMap:
         entries |= {key: Entry(by_hand=do) for do, keys in self._section.by_hand.items() for key in keys}
         return entries | {key: Entry(absent=why) for why, keys in self._section.absent.items() for key in keys}
 
-    def pattern_of(self, key: str) -> str | None:
-        """Return the entry of the map for `key`; None for a key that is not theirs."""
-        if key in self.keys and not key.endswith("*"):
-            return key
-        return next((entry for entry in self.keys if entry.endswith("*") and key.startswith(entry[:-1])), None)
+    def entry_of(self, key: str) -> Entry | None:
+        """Return the entry of the map for `key`, with the rest of its name for a `*`; None for a key that is not theirs."""
+        for name, entry in self.keys.items():
+            start, star, _ = name.partition("*")
+            if key == name or (star and key.startswith(start)):
+                return replace(entry, ours=entry.ours.replace("*", key.removeprefix(start)))
+        return None
 
     def translate(self, given: Given) -> list[TranslatedKey]:
         """Translate each key of `given` that the map has; other keys are left out.
@@ -93,8 +96,8 @@ class KeyMap:
         Args:
             given: their keys, dotted and without Hydra's plus, and their values as YAML reads them.
         """
-        known = {key: pattern for key in given if (pattern := self.pattern_of(key)) is not None}
-        return [self._row(key, pattern, given) for key, pattern in known.items()]
+        known = {key: entry for key in given if (entry := self.entry_of(key)) is not None}
+        return [_translated(key, entry, given) for key, entry in known.items()]
 
     def unwritten(self, given: Given, unknown: Collection[str] = ()) -> dict[str, Any]:
         """Return their defaults for keys that are not given, in our keys, where our default differs.
@@ -107,39 +110,39 @@ class KeyMap:
         does = merged(self.translate(defaults | given)) | self._section.without_a_key
         return {key: value for key, value in does.items() if key not in written}
 
-    def _row(self, key: str, pattern: str, given: Given) -> TranslatedKey:
-        entry, value = self.keys[pattern], given[key]
-        try:
-            found = self._applied(entry, key, pattern, value, given)
-        except Odd as odd:
-            return TranslatedKey(key, value, {}, f"{entry.ours} {odd}", by_hand=True)
-        if isinstance(found, str):
-            return TranslatedKey(key, value, {}, found, by_hand=bool(entry.by_hand))
-        return TranslatedKey(key, value, *(found if isinstance(found, tuple) else (found, entry.note)))
 
-    def _applied(self, entry: Entry, key: str, pattern: str, value: Any, given: Given) -> Translated:
-        text = as_text(value)
-        if entry.by_hand or entry.absent:
-            return entry.by_hand or entry.absent
-        for other, needed in entry.when.items():
-            if as_text(given.get(other)) != needed:
-                return f"{other} is not {needed}, so it does nothing"
-        if text in entry.without:
-            return entry.without[text]
-        if value is None and entry.rule not in _READ_NULL and text not in (entry.values or {}) | entry.special:
-            return "null leaves the default"
-        if text in entry.special:
-            return {entry.ours: entry.special[text]}
-        if entry.rule:
-            return RULES[entry.rule](value, given, entry.ours)
-        if entry.values is not None:
-            if text not in entry.values:
-                return entry.note or f"{text} has no counterpart"
-            ours = entry.values[text]
-            return {entry.ours: ours}, "" if as_text(ours) == text else entry.note
-        if pattern.endswith("*"):
-            return {entry.ours[:-1] + key.removeprefix(pattern[:-1]): value}
+def _translated(key: str, entry: Entry, given: Given) -> TranslatedKey:
+    value = given[key]
+    try:
+        found = _applied(entry, value, given)
+    except Odd as odd:
+        return TranslatedKey(key, value, {}, f"{entry.ours} {odd}", by_hand=True)
+    if isinstance(found, str):
+        return TranslatedKey(key, value, {}, found, by_hand=bool(entry.by_hand))
+    return TranslatedKey(key, value, *(found if isinstance(found, tuple) else (found, entry.note)))
+
+
+def _applied(entry: Entry, value: Any, given: Given) -> Translated:
+    text = as_text(value)
+    if entry.by_hand or entry.absent:
+        return entry.by_hand or entry.absent
+    for other, needed in entry.when.items():
+        if as_text(given.get(other)) != needed:
+            return f"{other} is not {needed}, so it does nothing"
+    if text in entry.without:
+        return entry.without[text]
+    if text in entry.special:
+        return {entry.ours: entry.special[text]}
+    if value is None and entry.rule not in _READ_NULL and text not in (entry.values or ()):
+        return "null leaves the default"
+    if entry.rule:
+        return RULES[entry.rule](value, given, entry.ours)
+    if entry.values is None:
         return {entry.ours: value}
+    if text not in entry.values:
+        return entry.note or f"{text} has no counterpart"
+    ours = entry.values[text]
+    return {entry.ours: ours}, "" if as_text(ours) == text else entry.note
 
 
 def merged(rows: Iterable[TranslatedKey]) -> dict[str, Any]:

@@ -46,13 +46,8 @@ class Layer(NamedTuple):
     """True for a preset of `configs/algorithms/`, which sets the whole objective: missing keys get their defaults."""
 
 
-def shipped(name: str) -> Path:
-    """Return the file `configs/NAME.yaml` of the package."""
-    return _shipped_folder() / f"{name}.yaml"
-
-
 def shipped_names() -> list[str]:
-    """Return the names that `shipped` takes."""
+    """Return the names of the files in `configs/`."""
     return sorted(file.stem for file in _shipped_folder().glob("*.yaml"))
 
 
@@ -96,7 +91,7 @@ def find(path: str, folder: Path = Path(), named: str = "") -> Path:
     if file.is_file():
         return file
     if path in names:
-        return shipped(path)
+        return _shipped_folder() / f"{path}.yaml"
     if path.startswith(f"{ALGORITHMS}/"):
         return algorithm_file(path)
     if file.is_dir():
@@ -320,14 +315,16 @@ def _parse_value(key: str, text: str) -> Any:
 def _known(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers without empty sections (`reward:` with nothing below it).
 
-    Raises ConfigError: with a line for each unknown key, or for a section that is not a mapping.
+    Raises ConfigError: with a line for each unknown key, and for each section that is not a mapping.
     """
-    lines = [
-        f"{layer.name}: unknown configuration key `{key}` (value {value_in_words(value)}): {suggest(key)}"
-        for layer in layers
-        for key, value in layer.values.items()
-        if key not in knobs() and key not in sections()
-    ]
+    lines = list[str]()
+    for layer in layers:
+        for key, value in layer.values.items():
+            if key in sections() and value not in (None, {}):
+                lines.append(f"{layer.name}: `{key}` is a section and must be a mapping; it is {value_in_words(value)}")
+            elif key not in knobs() and key not in sections():
+                unknown = f"unknown configuration key `{key}` (value {value_in_words(value)})"
+                lines.append(f"{layer.name}: {unknown}: {suggest(key)}")
     translators = {
         "verl": "`asyncgrpo config from-verl FILE|KEY=VALUE...`",
         "TRL": "`asyncgrpo config from-trl FILE|KEY=VALUE...`",
@@ -335,12 +332,6 @@ def _known(layers: Sequence[Layer]) -> list[Layer]:
     for system, translator in translators.items():
         if any(f"that is {system}'s" in line for line in lines):
             lines.append(f"{translator} translates keys and values of {system}")
-    lines = lines or [
-        f"{layer.name}: `{key}` is a section and must be a mapping; it is {value_in_words(value)}"
-        for layer in layers
-        for key, value in layer.values.items()
-        if key in sections() and value not in (None, {})
-    ]
     if lines:
         raise ConfigError("\n".join(lines))
     return [layer._replace(values={k: v for k, v in layer.values.items() if k in knobs()}) for layer in layers]

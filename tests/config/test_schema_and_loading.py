@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncgrpo.config.explain import explain, knobs, sizes_in_words
-from asyncgrpo.config.load import load_config, shipped, shipped_names, to_yaml
+from asyncgrpo.config.load import find, load_config, shipped_names, to_yaml
 from asyncgrpo.config.reach import find_model
 from asyncgrpo.config.rules import check_model
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, SamplingConfig
@@ -94,7 +94,7 @@ class TestReading:
     @pytest.mark.parametrize("name", shipped_names())
     def test_every_shipped_file_loads_and_reads_back_equal(self, name, tmp_path):
         config = load_config(name)
-        assert config == load_config(shipped(name))
+        assert config == load_config(find(name))
         (tmp_path / "copy.yaml").write_text(to_yaml(config))
         assert load_config(tmp_path / "copy.yaml") == config
 

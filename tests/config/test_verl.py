@@ -80,10 +80,10 @@ class TestTheMap:
                     msgspec.convert(nested, Config)
 
     def test_a_starred_entry_comes_after_the_keys_that_it_would_cover(self):
-        assert VERL.pattern_of(f"{ROLLOUT}.engine_kwargs.sglang.dtype") == f"{ROLLOUT}.engine_kwargs.sglang.*"
-        assert VERL.pattern_of(f"{ROLLOUT}.engine_kwargs.vllm.dtype") == "actor_rollout_ref.*"
-        assert VERL.pattern_of("trainer.no_such_key") == "trainer.*"
-        assert VERL.pattern_of("learner.lr") is None
+        assert VERL.entry_of(f"{ROLLOUT}.engine_kwargs.sglang.dtype").ours == "generators.extra.dtype"
+        assert VERL.entry_of(f"{ROLLOUT}.engine_kwargs.vllm.dtype") == VERL.keys["actor_rollout_ref.*"]
+        assert VERL.entry_of("trainer.no_such_key") == VERL.keys["trainer.*"]
+        assert VERL.entry_of("learner.lr") is None
 
 
 def cases(table: str) -> list[tuple[str, str]]:
