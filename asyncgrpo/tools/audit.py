@@ -15,17 +15,7 @@ import msgspec
 
 from asyncgrpo.buffer.recovery import bound_of
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.journal.history import (
-    BatchIssued,
-    BoundChanged,
-    Delivered,
-    Dropped,
-    JournalRecord,
-    is_on,
-    read_segments,
-    starts_of,
-    surviving_path,
-)
+from asyncgrpo.journal import history
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.types import PolicyVersion
@@ -89,10 +79,10 @@ class _Auditor:
     """Reads all records once, then runs the checks. Each yields its differences."""
 
     def __init__(self, run: Path) -> None:
-        self._run, self._starts = run, starts_of(run)
+        self._run, self._starts = run, history.starts_of(run)
         newest = Checkpoints(run, keep=1).latest()
         state = read_state(newest) if newest is not None else None
-        self._path = surviving_path(self._starts, PolicyVersion(state.lineage, state.step) if state else None)
+        self._path = history.surviving_path(self._starts, PolicyVersion(state.lineage, state.step) if state else None)
         prompts = msgspec.convert(state.prompts, PromptState) if state is not None else None
         self._frontier, self._beyond = (prompts.frontier, set(prompts.done_beyond)) if prompts else (0, set[int]())
         self._step = state.step if state is not None else 0
@@ -133,30 +123,30 @@ class _Auditor:
         )
 
     def _read(self) -> Iterator[str]:
-        for segment in read_segments(self._run / "journal"):
+        for segment in history.read_segments(self._run / "journal"):
             yield from (f"damaged journal: {sentence}" for sentence in segment.damage_messages)
             for found in segment.found:
                 yield from self._take(found.record)
 
-    def _take(self, record: JournalRecord) -> Iterator[str]:
+    def _take(self, record: history.JournalRecord) -> Iterator[str]:
         match record:
-            case Delivered(lease_id=lease_id, versions=versions):
+            case history.Delivered(lease_id=lease_id, versions=versions):
                 if lease_id in self._delivered:
                     yield f"group {lease_id} was delivered twice"
                 oldest, newest = (self._versions.setdefault(one, one) for one in (versions[0], versions[-1]))
                 group = _Group(lease_id, record.prompt_index, record.tokens, oldest, newest, record.max_lag)
                 self._delivered[lease_id] = group
-            case BatchIssued(step=step, version=version):
+            case history.BatchIssued(step=step, version=version):
                 unknown = tuple(lease_id for lease_id in record.lease_ids if lease_id not in self._delivered)
                 yield from (f"step {step} was given group {one}, which was never delivered" for one in unknown)
                 groups = tuple(filter(None, map(self._delivered.get, record.lease_ids)))
-                is_standing = is_on(self._path, PolicyVersion(version.lineage, step))
+                is_standing = history.is_on(self._path, PolicyVersion(version.lineage, step))
                 (self._manifests if is_standing else self._later).append(_Manifest(step, version, groups, unknown))
-            case Dropped(lease_id=lease_id):
+            case history.Dropped(lease_id=lease_id):
                 self._dropped[lease_id] = sys.intern(record.reason)
                 if record.is_final and _lineage(lease_id) in self._path:
                     self._final.add(record.prompt_index)
-            case BoundChanged(version=version):
+            case history.BoundChanged(version=version):
                 self._bounds[version.lineage].append((version.number, record.max_lag))
 
     def _every_step_has_one_manifest(self) -> Iterator[str]:

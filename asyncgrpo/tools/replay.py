@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -33,16 +34,7 @@ from asyncgrpo.config.load import recorded, to_yaml, with_overrides
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.images import Images
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, JournalError, TrainingError
-from asyncgrpo.journal.history import (
-    BatchIssued,
-    Delivered,
-    Found,
-    History,
-    RunStarted,
-    is_on,
-    read_run,
-    surviving_path,
-)
+from asyncgrpo.journal.history import BatchIssued, Delivered, Found, History, is_on, read_run, surviving_path
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import RankCommand, Team
@@ -132,24 +124,21 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     manifests = [found.record for found in history.found if isinstance(found.record, BatchIssued)]
     newest = max((m.step for m in manifests if m.version.lineage == last), default=0)
     path = surviving_path(starts, PolicyVersion(last, newest) if newest else starts[last].parent)
-    standing = sorted(
-        (m for m in manifests if is_on(path, PolicyVersion(m.version.lineage, m.step))), key=attrgetter("step")
-    )
+    standing = [m for m in manifests if is_on(path, PolicyVersion(m.version.lineage, m.step))]
+    standing.sort(key=attrgetter("step"))
     if not standing:
         raise JournalError(f"the journal of {run} holds no step to train again")
     wanted = [m for m in standing if m.step > from_step and (to_step is None or m.step <= to_step)]
     if not wanted:
         last = standing[-1].step
-        raise JournalError(
-            f"the journal of {run} holds steps up to {last}; --from-step and --to-step leave none of them"
-        )
+        raise JournalError(f"the journal of {run} holds steps up to {last}; --from-step and --to-step leave none")
     groups = {found.record.lease_id: found for found in history.found if isinstance(found.record, Delivered)}
     checkpoints = _checkpoints(run, path)
     if from_step and from_step not in checkpoints:
         there = ", ".join(map(str, sorted(checkpoints))) or "none"
         raise JournalError(f"{run} has no checkpoint of step {from_step} before its last step; there are: {there}")
     _check(run, wanted, groups, from_step)
-    return Timeline(run, history, tuple(_legs(run, starts, wanted, groups)), checkpoints.get(from_step))
+    return Timeline(run, history, tuple(_legs(run, history, wanted, groups)), checkpoints.get(from_step))
 
 
 def _check(run: Path, wanted: list[BatchIssued], groups: dict[str, Found], from_step: int) -> None:
@@ -176,18 +165,12 @@ def _checkpoints(run: Path, path: dict[int, int]) -> dict[int, Path]:
     return found
 
 
-def _legs(
-    run: Path, starts: dict[int, RunStarted], wanted: list[BatchIssued], groups: dict[str, Found]
-) -> Iterator[Leg]:
-    for lineage in dict.fromkeys(manifest.version.lineage for manifest in wanted):
-        steps = tuple(
-            PlannedStep(m.step, m.version, tuple(groups[lease_id] for lease_id in m.lease_ids))
-            for m in wanted
-            if m.version.lineage == lineage
-        )
-        parent = starts[lineage].parent
-        began_with = 0 if parent is None else parent.number
-        config = recorded(starts[lineage].config, f"the journal of {run}")
+def _legs(run: Path, history: History, wanted: list[BatchIssued], groups: dict[str, Found]) -> Iterator[Leg]:
+    for lineage, manifests in groupby(wanted, lambda manifest: manifest.version.lineage):
+        start = history.starts[lineage]
+        steps = tuple(PlannedStep(m.step, m.version, tuple(map(groups.__getitem__, m.lease_ids))) for m in manifests)
+        began_with = 0 if start.parent is None else start.parent.number
+        config = recorded(start.config, f"the journal of {run}")
         yield Leg(lineage, config, steps, steps[0].number == began_with + 1)
 
 
