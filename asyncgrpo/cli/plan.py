@@ -87,16 +87,11 @@ def plan(
 
     made = make_plan(read_profile(profile), gpus, max_lag)
     if as_json:
-        return print_json(
-            {
-                "gpus": made.gpus,
-                "source": made.profile.source,
-                "options": [
-                    {"split": asdict(one.split), "fits": one.fits, "flags": one.flags, **asdict(one.expected)}
-                    for one in made.options
-                ],
-            }
-        )
+        listed = [
+            {"split": asdict(one.split), "fits": one.fits, "flags": one.flags, **asdict(one.expected)}
+            for one in made.options
+        ]
+        return print_json({"gpus": made.gpus, "source": made.profile.source, "options": listed})
     typer.echo(_title(made))
     typer.echo(options.columns([_row(made, option) for option in made.options[:SHOWN]]))
     typer.echo(f"use: {' '.join(made.options[0].flags)}")
@@ -117,16 +112,9 @@ def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, as_json: bool
         raise ConfigError(f"{run} uses no GPU to share: its splits are those that its cores have room for")
     found = splits(pace, config, gpus or run_gpus, max_lag)
     if as_json:
-        return print_json(
-            {
-                "run": str(run),
-                "steps": pace.steps,
-                "step_s": pace.step_s,
-                "limit": pace.limit,
-                "options": [msgspec.to_builtins(one) | {"gain": 1 - one.step_s / pace.step_s} for one in found],
-                "advice": [msgspec.to_builtins(piece) for piece in advice],
-            }
-        )
+        about = {"run": str(run), "steps": pace.steps, "step_s": pace.step_s, "limit": pace.limit}
+        listed = [msgspec.to_builtins(one) | {"gain": 1 - one.step_s / pace.step_s} for one in found]
+        return print_json(about | {"options": listed, "advice": msgspec.to_builtins(advice)})
     now = f"{counted(pace.generators, 'generator')}, {counted(pace.ranks, 'learner rank')}"
     cores = pace.learner_cores
     used = f"; {1 - cores.spare:.0%} of {cores.count:.0f} cores used" if cores is not None else ""

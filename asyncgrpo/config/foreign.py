@@ -292,6 +292,7 @@ def run_script(text: str, environment: Mapping[str, str], file: str = "/script.s
     kept = {key: text for key, text in environment.items() if key not in own and not key.startswith(("BASH", "LD_"))}
     unset = {name for found in _UNSET.findall(text) for name in found if name and name not in {*kept, "HOME", "PWD"}}
     unset = {name for name in unset if not re.search(_ASSIGNED.replace("{0}", name), text)}
+    variables = {name: f"${name}" for name in unset} | {"PATH": _PATH, "LC_ALL": "C.UTF-8", "BASH_ENV": "/prelude.sh"}
     paths = dict[str, str]()
     """Commands and files that the script names by a path -> where they are."""
     visible = [*_LIBRARIES, bash, *programs]
@@ -302,9 +303,7 @@ def run_script(text: str, environment: Mapping[str, str], file: str = "/script.s
             [bash, file],
             visible=visible,
             files={file: text, "/prelude.sh": _PRELUDE + "".join(functions)},
-            environment=kept
-            | {name: f"${name}" for name in unset}
-            | {"PATH": _PATH, "LC_ALL": "C.UTF-8", "BASH_ENV": "/prelude.sh"},
+            environment=kept | variables,
             timeout_s=_SECONDS,
             memory_mb=_MEMORY_MB,
             folder=os.getcwd(),

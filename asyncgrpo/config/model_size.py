@@ -273,11 +273,8 @@ def _kept(layer: "nn.Module", args: list[Any], named: dict[str, Any]) -> Kept:
     activations = [x for where, x in saved.items() if where not in others]
     in_dtype = sum(x.untyped_storage().nbytes() for x in activations if x.dtype == torch.bfloat16)
     in_all = sum(x.untyped_storage().nbytes() for x in activations)
-    return Kept(
-        numbers=in_dtype // 2 // TOKENS,
-        other_bytes=(in_all - in_dtype) // TOKENS,
-        widest=max(x.numel() for x in activations) // TOKENS,
-    )
+    widest = max(x.numel() for x in activations)
+    return Kept(in_dtype // 2 // TOKENS, (in_all - in_dtype) // TOKENS, widest // TOKENS)
 
 
 def _with_adapters(layer: "nn.Module", linears: "Iterable[nn.Linear]") -> "nn.Module":

@@ -112,15 +112,9 @@ class _Auditor:
             self._events_agree,
         )
         differences = [difference for check in checks for difference in check()]
-        return Audit(
-            step=self._step,
-            starts=len(self._starts),
-            prompts_done=self._frontier + len(self._beyond),
-            groups=self._groups,
-            tokens=self._tokens,
-            lags=sum((manifest.lags for manifest in self._manifests), Counter()),
-            differences=differences,
-        )
+        prompts_done = self._frontier + len(self._beyond)
+        lags = sum((manifest.lags for manifest in self._manifests), Counter[int]())
+        return Audit(self._step, len(self._starts), prompts_done, self._groups, self._tokens, lags, differences)
 
     def _read(self) -> Iterator[str]:
         for segment in history.read_segments(self._run / "journal"):

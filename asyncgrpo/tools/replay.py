@@ -397,16 +397,9 @@ class Replay:
         """
         steps = list(self._timeline.steps)
         first = steps[0].version
-        self._events.write(
-            "start",
-            run=f"{self._timeline.run.name}, replayed",
-            lineage=first.lineage,
-            version=str(first),
-            step=first.number,
-            steps=steps[-1].number,
-            sizes=algorithm_in_words(self._configs[0].algorithm),
-            overrides=self._overrides,
-        )
+        begins = {"lineage": first.lineage, "version": str(first), "step": first.number, "steps": steps[-1].number}
+        about = {"sizes": algorithm_in_words(self._configs[0].algorithm), "overrides": self._overrides}
+        self._events.write("start", run=f"{self._timeline.run.name}, replayed", **begins, **about)
         try:
             self._train(on_step)
         except BaseException:
