@@ -46,18 +46,15 @@ def problems(size: ModelSize, config: Config, card: memory.Card, *, filled: floa
     if memory.runs_on_gpu(config):
         rank = memory.learner_rank(size, config)
         if rank.total() > filled * card.num_bytes:
-            found["learner"] = (
-                f"a learner rank does not fit its GPU: {_gib(rank.total())} {of_card} ({_in_words(rank)})"
-            )
+            needs = f"{_gib(rank.total())} {of_card} ({_in_words(rank)})"
+            found["learner"] = f"a learner rank does not fit its GPU: {needs}"
         elif config.cluster.share_gpu and engine is not None:
             needed = (1 + memory.SLACK) * memory.learner_tensors(size, config).total()
             beside_engine = card.num_bytes - memory.CONTEXT - engine.gpu.total()
             left = min(memory.learner_share(config, card) * card.num_bytes, beside_engine)
             if needed > filled * left:
-                leaves = (
-                    f"generators.memory_fraction={config.generators.memory_fraction:g} leaves it {_gib(max(left, 0))}"
-                )
-                why = f"the learner needs {_gib(needed)} GiB, and an engine with {leaves} GiB"
+                fraction = f"generators.memory_fraction={config.generators.memory_fraction:g}"
+                why = f"the learner needs {_gib(needed)} GiB, and an engine with {fraction} leaves it {_gib(max(left, 0))} GiB"
                 found["learner"] = f"learner and engine do not fit one GPU {of_card} together: {why}"
     if engine is not None and engine.gpu.total() > card.num_bytes:
         found["engine"] = f"an engine does not fit its GPU: {_gib(engine.gpu.total())} {of_card}"

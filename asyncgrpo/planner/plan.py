@@ -508,9 +508,10 @@ def best_max_lag(profile: Profile, split: Split) -> int:
 
 def fits(profile: Profile, split: Split) -> bool:
     """Return True if learner and engines fit their GPUs, or the size of the model is unknown."""
-    size, config = size_at(profile.config.model.path), profile.config
-    placed = changed(config, split.settings | {"cluster.share_gpu": False})
-    return not config.generators.gpus_each or size is None or not problems(size, placed, Card.of(config))
+    config = profile.config
+    if not config.generators.gpus_each or (size := size_at(config.model.path)) is None:
+        return True
+    return not problems(size, changed(config, split.settings | {"cluster.share_gpu": False}), Card.of(config))
 
 
 # -- of a run ----------------------------------------------------------------------------------------------------------

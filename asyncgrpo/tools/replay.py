@@ -136,7 +136,8 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     checkpoints = _checkpoints(run, path)
     if from_step and from_step not in checkpoints:
         there = ", ".join(map(str, sorted(checkpoints))) or "none"
-        raise JournalError(f"{run} has no checkpoint of step {from_step} before its last step; there are: {there}")
+        what = f"checkpoint of step {from_step} on the path to its last step"
+        raise JournalError(f"{run} has no {what}; there are: {there}")
     _check(run, wanted, groups, from_step)
     return Timeline(run, history, tuple(_legs(run, history, wanted, groups)), checkpoints.get(from_step))
 
