@@ -418,9 +418,8 @@ def _gpus_of_rollout(given: Given) -> int | None:
 
 # -- verl: the objective -----------------------------------------------------------------------------------------------
 
-_CLIPPED = {"geo_mean": "clip_{}_nats", "dppo_tv": "{}_prob", "dppo_kl": "{}_nats"} | dict.fromkeys(
-    ("vanilla", "ppo_clip", "gspo", "cispo"), "clip_{}"
-)
+_CLIPPED = dict.fromkeys(("vanilla", "ppo_clip", "gspo", "cispo"), "clip_{}")
+_CLIPPED |= {"geo_mean": "clip_{}_nats", "dppo_tv": "{}_prob", "dppo_kl": "{}_nats"}
 """Losses with a lower and an upper bound: verl's name to that of our argument, where {} is the side."""
 
 _ADVANTAGES = {

@@ -270,9 +270,9 @@ def share_one_gpu(
                 fraction = int(1000 * held / (card.num_bytes - memory.CONTEXT)) / 1000
                 return saving | {"generators.memory_fraction": fraction, "generators.groups_in_flight": groups}
     instead = "use two GPUs" if config.model.lora.rank else "train adapters (model.lora.rank=32), or use two GPUs"
-    card_gib, needed = _gib(card.num_bytes), _gib(rank + weights + memory.CONTEXT + memory.ENGINE_WORK)
+    of_card, needed = f"of {_gib(card.num_bytes)} GiB", _gib(rank + weights + memory.CONTEXT + memory.ENGINE_WORK)
     raise ConfigError(
-        f"learner and generator do not fit one GPU of {card_gib} GiB: they need more than {needed} GiB; {instead}"
+        f"learner and generator do not fit one GPU {of_card}: they need more than {needed} GiB; {instead}"
     )
 
 

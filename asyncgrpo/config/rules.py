@@ -164,24 +164,22 @@ def check_model(config: Config) -> None:
 
     It reads `config.json` only. A hub id is looked up in the local cache; one that is not cached passes.
     """
-    folder = local_model(config.model.path)
-    if folder is None:
+    path = config.model.path
+    if (folder := local_model(path)) is None:
         return
     kind, context, heads = read_model(folder)
     if kind in VISION_MODELS and config.generators.engine == "torch":
-        why = f"generators.engine is torch, which has no vision towers, and {config.model.path} is a {kind}"
+        why = f"generators.engine is torch, which has no vision towers, and {path} is a {kind}"
         raise ConfigError(f"{why}; use generators.engine=sglang")
     gpus = config.generators.gpus_each
     if config.generators.engine == "sglang" and gpus > 1 and isinstance(heads, int) and heads % gpus:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-        there = f"the {heads} attention heads of {config.model.path}"
+        there = f"the {heads} attention heads of {path}"
         raise ConfigError(f"generators.gpus_each is {gpus}, which does not divide {there}; use one of {fitting}")
     prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens
     if isinstance(context, int) and prompt + completion > context:
         longest = f"data.max_prompt_tokens ({prompt}) + sampling.max_tokens ({completion}) = {prompt + completion}"
-        raise ConfigError(
-            f"the context of {config.model.path} is {context} tokens, but {longest}; lower one of the two"
-        )
+        raise ConfigError(f"the context of {path} is {context} tokens, but {longest}; lower one of the two")
 
 
 def read_model(folder: Path) -> tuple[Any, Any, Any]:
