@@ -281,6 +281,7 @@ def check(
     file or the reward fails. Map columns with settings, such as data.columns.prompt=question.
     """
     from asyncgrpo.cli.running import REWARD_IMPORT_S
+    from asyncgrpo.config.explain import counted
     from asyncgrpo.config.load import load_config
     from asyncgrpo.data.loading import all_too_long, prompt_of
     from asyncgrpo.rewards.build import build_reward
@@ -307,15 +308,15 @@ def check(
     over_long = sum(length > limit for length in lengths)
     dropped = "" if model is None else f"; a run drops {over_long:,} above {limit:,}"
     rows = f": {', '.join(map(str, missing[:_SHOWN_ROWS]))}{', ...' * (len(missing) > _SHOWN_ROWS)}" if missing else ""
-    counted = ", ".join(f"{count:,} rows with {number}" for number, count in sorted(pictures.items()))
+    of_images = ", ".join(f"{counted(count, 'row')} with {number}" for number, count in sorted(pictures.items()))
     facts = {
         "file": file,
         "rows": f"{len(lengths):,}",
         "schema": schema,
         "data_source": ", ".join(f"{source or '(none)'} {count:,}" for source, count in sources.most_common()),
         "prompt lengths": f"{'characters' if model is None else 'tokens'}: {', '.join(quantiles)}{dropped}",
-        "without answer": f"{len(missing):,} rows{rows}",
-        **({"images": counted} if pictures.keys() - {0} else {}),
+        "without answer": counted(len(missing), "row") + rows,
+        **({"images": of_images} if pictures.keys() - {0} else {}),
         "reward": reward.about,
         "row 0, prompt": options.shorten(prompt_text, 2000),
         "row 0, answer": options.shorten("" if prompt.answer is None else str(prompt.answer), 600),
