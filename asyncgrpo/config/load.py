@@ -127,10 +127,11 @@ def load_values(file: Path) -> dict[str, Any]:
     """Return the nested values of a YAML file, interpolations not resolved. Raises ConfigError, with the line."""
     try:
         values: Any = OmegaConf.to_container(OmegaConf.create(text_of(file)))
-    except YAMLError as error:
+    except (YAMLError, OmegaConfBaseException) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{file}{line}: this is not valid YAML ({getattr(error, 'problem', error)})") from error
+        problem = getattr(error, "problem", None) or _first_line(error)
+        raise ConfigError(f"{file}{line}: this is not valid YAML ({problem})") from error
     except AssertionError:  # of OmegaConf, for a lone scalar
         values = None
     if not isinstance(values, dict):

@@ -214,6 +214,7 @@ class TestMistakes:
             ("model: {path: m}\n", "{file}: data.train is missing"),
             ("model:\n  path: m\n  - oops\n", "{file}, line 3: this is not valid YAML"),
             ("model: {path: m}\nmodel: {path: n}\n", "duplicate key model"),
+            ('run: {out: "${"}\n', "{file}: this is not valid YAML (no viable alternative at input '${{')"),
             ("just words\n", "unknown configuration key `just words`"),
             ("extends: mine.yaml\n", "leads back to this file"),
             ("extends: other.yaml\n", "{file}: extends: file {folder}/other.yaml does not exist; "),
