@@ -64,9 +64,8 @@ def read(words: Sequence[str], keys: KeyMap, stdin: str = "") -> "Translation":
         if keys.entry_of(key) is None:
             hint = near(key, keys.keys)
             unread.append(f"{key}: asyncgrpo knows no such key of {keys.system}" + (f"; {hint}" if hint else ""))
-    there, left = [row for row in rows if row.ours], [row for row in rows if not row.ours]
     unwritten = {key: value for key, value in unwritten.items() if value_in_words(value) != default_in_words(key)}
-    return Translation(keys.system, merged(rows), there, left, unread, unwritten)
+    return Translation(keys.system, merged(rows), rows, unread, unwritten)
 
 
 def read_words(words: Sequence[str], keys: KeyMap, stdin: str = "") -> Found:
@@ -352,9 +351,7 @@ class Translation(NamedTuple):
     """Its name."""
     ours: dict[str, Any]
     rows: list[TranslatedKey]
-    """Its keys with a counterpart."""
-    left: list[TranslatedKey]
-    """Its keys without a counterpart, or with one that a person has to choose."""
+    """Its keys that are known here."""
     unread: list[str]
     """Sentences about keys that were not understood."""
     unwritten: dict[str, Any]
@@ -367,11 +364,12 @@ def report(found: Translation, problem: str, *, as_yaml: bool) -> str:
     Args:
         problem: why the command does not run yet; empty where it does.
     """
-    parts = [msgspec.yaml.encode(nested(found.ours)).decode().rstrip() if as_yaml else command(found.ours)]
+    command = " \\\n    ".join(["asyncgrpo train", *map(shlex.quote, assignments(found.ours))])  # over several lines
+    parts = [msgspec.yaml.encode(nested(found.ours)).decode().rstrip() if as_yaml else command]
     comments = {
-        "Translated:": _translated(found.rows),
-        "No counterpart:": _reasons(row for row in found.left if not row.by_hand),
-        "To be done by hand:": _reasons(row for row in found.left if row.by_hand),
+        "Translated:": _translated([row for row in found.rows if row.ours]),
+        "No counterpart:": _reasons(row for row in found.rows if not row.ours and not row.by_hand),
+        "To be done by hand:": _reasons(row for row in found.rows if not row.ours and row.by_hand),
         "Not understood:": found.unread,
         f"{found.system}'s defaults for keys that are not given; asyncgrpo's are in brackets:": [
             f"{key}={value_in_words(value)} ({default_in_words(key) or 'the default of algorithm.loss'})"
@@ -407,11 +405,6 @@ def _reasons(rows: Iterable[TranslatedKey]) -> list[str]:
 
 def _written(row: TranslatedKey) -> str:
     return f"{row.key}={value_in_words(row.value)}"
-
-
-def command(ours: dict[str, Any]) -> str:
-    """The `asyncgrpo train` command with these keys, over several lines, for a shell."""
-    return " \\\n    ".join(["asyncgrpo train", *map(shlex.quote, assignments(ours))])
 
 
 def assignments(ours: dict[str, Any]) -> list[str]:

@@ -75,9 +75,9 @@ class Lengths(Section, frozen=True, kw_only=True, cache_hash=True):
         if len({len(group) for group in self.groups}) > 1:
             raise ValueError("groups have different numbers of completions")
 
-    def sample(self, prompts: int, completions: int, seed: object = 0) -> np.ndarray:
-        """Draw [prompts, completions] tokens. A completion of a group comes again only after all others."""
-        rng = np.random.default_rng(seed)  # type: ignore[arg-type]
+    def sample(self, prompts: int, completions: int) -> np.ndarray:
+        """Draw [prompts, completions] tokens, seeded. A completion of a group comes again only after all others."""
+        rng = np.random.default_rng(0)
         drawn = np.array(self.groups)[rng.integers(len(self.groups), size=prompts)]
         repeats = -(-completions // drawn.shape[1])
         return rng.permuted(np.tile(drawn, (1, repeats)), axis=1)[:, :completions]
@@ -85,11 +85,11 @@ class Lengths(Section, frozen=True, kw_only=True, cache_hash=True):
     @property
     def mean(self) -> float:
         """Tokens of a completion."""
-        return _means(self, 1, 1)[0]
+        return self.longest_of(1, 1)
 
     def longest_of(self, prompts: int, completions: int) -> float:
         """Return the mean tokens of the longest of so many completions per prompt, over so many prompts."""
-        return _means(self, prompts, completions)[1]
+        return _mean_longest(self, prompts, completions)
 
     def spread(self, group_size: int) -> float:
         """κ: mean longest of a group over the mean length. A group is complete with its longest completion."""
@@ -97,11 +97,9 @@ class Lengths(Section, frozen=True, kw_only=True, cache_hash=True):
 
 
 @cache
-def _means(lengths: Lengths, prompts: int, completions: int) -> tuple[float, float]:
-    """Return the mean length and the mean of the longest, of seeded draws."""
+def _mean_longest(lengths: Lengths, prompts: int, completions: int) -> float:
     repeats = max(64, 65536 // (prompts * completions))
-    drawn = lengths.sample(repeats * prompts, completions).reshape(repeats, -1)
-    return float(drawn.mean()), float(drawn.max(axis=1).mean())
+    return float(lengths.sample(repeats * prompts, completions).reshape(repeats, -1).max(axis=1).mean())
 
 
 class _Line(Section, frozen=True, kw_only=True):
