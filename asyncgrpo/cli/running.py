@@ -65,10 +65,9 @@ def check_run(config: Config) -> str:
     from asyncgrpo.cluster.ray_session import check_gpus
     from asyncgrpo.cluster.wiring import uses_cuda
 
-    learner_on_gpu = uses_cuda(config)
     check_settings(config)
     if config.cluster.ray_address is None:  # a Ray cluster is checked when the run has connected to it
-        check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
+        check_gpus(config, torch.cuda.device_count(), learner_on_gpu=uses_cuda(config))
     reward = check_inputs(config)
     check_fit(config)
     _check_training(config)

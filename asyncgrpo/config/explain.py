@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from msgspec import inspect
+from msgspec.structs import asdict
 
 from asyncgrpo.config import schema
 from asyncgrpo.config.foreign_rules import TRL, VERL
@@ -157,8 +158,7 @@ def value_in_words(value: Any) -> str:
 
 def _changed(struct: msgspec.Struct) -> dict[str, Any]:
     plain = type(struct)()
-    names = struct.__struct_fields__
-    return {name: getattr(struct, name) for name in names if getattr(struct, name) != getattr(plain, name)}
+    return {name: value for name, value in asdict(struct).items() if value != getattr(plain, name)}
 
 
 def explain(key: str | None = None) -> str:

@@ -258,8 +258,7 @@ def share_one_gpu(
     config, weights = changed(config, shared), memory.itemsize(config) * size.parameters
     in_flight = config.generators.groups_in_flight
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    completions = config.algorithm.group_size
-    of_group = completions * longest * size.cache_bytes_per_token(memory.itemsize(config), 1)
+    of_group = config.algorithm.group_size * longest * size.cache_bytes_per_token(memory.itemsize(config), 1)
     for enough in (min(in_flight, 4), 1):
         for saving in _savings(config, decided or {}):
             rank = memory.learner_rank(size, changed(config, saving)).total()
