@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncgrpo.engines.sglang import copies as copies_module
 from asyncgrpo.engines.sglang import proof as proof_module
+from asyncgrpo.engines.sglang.copies import Copies
 from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, question, rest, trace
+from tests.engines.shared import shared
 
 Weights = dict[str, Tensor]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -81,7 +84,7 @@ class Engine:
 @dtypes
 def test_a_plan_reads_and_writes_nothing_and_names_every_box(dtype):
     rank = Rank(1, dtype)
-    parts, untraced = trace(rank, [(name, str(dtype)[6:], tuple(t.shape)) for name, t in weights(dtype).items()])
+    parts, untraced, _ = trace(rank, [(name, str(dtype)[6:], tuple(t.shape)) for name, t in weights(dtype).items()])
     assert not untraced and not any(p.any() for name, p in rank.named_parameters() if name != "scale")
     assert [(part.box, part.parameter) for part in parts] == [
         (Box("q", (4, 0), (4, 12)), "qk"),
@@ -157,6 +160,31 @@ class Computes(Rank):
             self.norm.data += 1
 
 
+class Keeps(Rank):
+    """Its loader keeps a copy of the norm in memory that is no parameter."""
+
+    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        given = dict(given)
+        self.kept = [torch.empty(12).copy_(given["norm"])]
+        super().load_weights(given.items())
+
+
+class Derives(Rank):
+    """Its loader computes a tensor from a parameter, which is no parameter."""
+
+    twice = torch.zeros(())
+
+    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(given)
+        self.twice = 2 * self.norm.detach()
+
+
+class DerivesAgain(Derives):
+    """SGLang calls its method after writes without the loader."""
+
+    def post_load_weights(self) -> None: ...
+
+
 class Reads(Rank):
     """Its loader looks at what it loads."""
 
@@ -209,34 +237,52 @@ class Odd(nn.Module):
             self.j.data.copy_(torch.cat([joined["x"], joined["y"]], 0)[1:6])
 
 
-def test_copies_by_the_plan_are_those_of_the_loader():
-    given = {name: torch.randn(shape) for name, shape in ODD.items()}
-    loaded, copied = Odd(), Odd()
-    parts, untraced = trace(copied, [(name, "float32", shape) for name, shape in ODD.items()])
-    assert not untraced and len(parts) == 8
-    loaded.load_weights(given.items())
-    parameters = dict(copied.named_parameters())
-    for part in parts:
-        part.of(parameters[part.parameter]).copy_(part.box.of(given[part.box.tensor]))
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameters[name], parameter), name
+def copied(model: nn.Module, given: Weights) -> Copies:
+    """Have a model copy these tensors by the plan of its loader."""
+    held, tensors = Held(), shared(given)
+    held.plan(model, question(tensors).removeprefix(PLAN))
+    copies = Copies(held.parts, held.published)
+    copies.write(model, tensors.arenas, tensors.slot)
+    return copies
 
 
-def test_tensors_whose_columns_are_copied_or_that_are_transposed_are_named():
-    """A GPU gets them whole: torch would gather a view on one core, and upload it out of pages that are not pinned."""
-    for model, given in ((Rank(1), weights()), (Odd(), {name: torch.empty(shape) for name, shape in ODD.items()})):
-        held = Held()
-        held.plan(model, question(list(given.items())).removeprefix(PLAN))
-        assert held.scattered == {"out" if isinstance(model, Rank) else "e"}
+@pytest.mark.parametrize("most", [0, 2**30])
+def test_copies_by_the_plan_are_those_of_the_loader(monkeypatch, most):
+    """Columns and transposed views are taken of the whole tensor, which a GPU gets, but of the largest."""
+    monkeypatch.setattr(copies_module, "MOST_UPLOADED", most)
+    odd = {name: torch.randn(shape) for name, shape in ODD.items()}
+    experts = {f"{n // 6}.{n // 2 % 3}.{n % 2}": torch.randn(4, 6) for n in range(12)} | {"norm": torch.randn(6)}
+    for make, given, scattered in (
+        (Odd, odd, ["e"]),
+        (lambda: Rank(0, torch.float32), weights(torch.bfloat16), ["out"]),
+        (lambda: Rank(1), weights(), ["out"]),
+        (Experts, experts, []),
+    ):
+        loaded, ours = make(), make()
+        loaded.load_weights(given.items())
+        assert list(copied(ours, given)._scattered) == scattered
+        for (name, parameter), (_, same) in zip(loaded.named_parameters(), ours.named_parameters(), strict=True):
+            assert torch.equal(same, parameter), name
+
+
+def test_copies_that_follow_each_other_are_one():
+    given = {f"{n // 6}.{n // 2 % 3}.{n % 2}": torch.randn(4, 8) for n in range(12)} | {"norm": torch.randn(8)}
+    assert [run.parameter for run in copied(Experts(width=8), given)._runs] == ["layers.0", "layers.1", "norm"]
+
+
+def test_weights_are_copied_without_the_loader_only_if_it_does_nothing_else():
+    assert Engine().first(weights()).copies_suffice and Engine(make=DerivesAgain).first(weights()).copies_suffice
+    for make in (Skips, Computes, Reads, Keeps, Derives):
+        assert not Engine(make=make).first(weights()).copies_suffice
 
 
 class Experts(nn.Module):
     """Two layers of three experts, whose halves are fused, and a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.layers = nn.ParameterList(torch.zeros(3, 8, 6) for _ in range(2))
-        self.norm = nn.Parameter(torch.zeros(6))
+        self.layers = nn.ParameterList(torch.zeros(3, 8, width) for _ in range(2))
+        self.norm = nn.Parameter(torch.zeros(width))
 
     def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
         with torch.no_grad():

@@ -9,6 +9,7 @@ import pytest
 
 from asyncgrpo.types import Completion
 from tests.engines.engines import LAST_NORM, VOCAB, Rig, sglang_rig
+from tests.engines.shared import shared
 from tests.models import make_tiny_qwen3_moe
 from tests.runs import shared_memory
 
@@ -51,18 +52,17 @@ def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig) -> None
     for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=12)):
         rig.assert_logprobs(PROMPT, completion)
     proof = rig.engine._proof
+    assert proof.copies_suffice, "all but the first by the plan"
     assert (proof.left_out, proof.untraced, proof.do_not_follow, proof.nowhere) == ([], {}, [], set())
 
 
 def test_an_update_that_one_half_skips_is_found(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncgrpo.engines.sglang import weights
 
-    payloads = weights.payloads
+    payloads, before = weights.payloads, shared(rig.weights(-1))
 
-    def for_the_first(tensors, num_schedulers):
-        first, _ = payloads(tensors, 2)
-        tensors[:] = [("model.unknown" if name == LAST_NORM else name, tensor) for name, tensor in tensors]
-        return [first, payloads(tensors, 2)[1]]
+    def for_the_first(tensors, num_schedulers, *, by_plan):
+        return [payloads(each, num_schedulers, by_plan=by_plan)[0] for each in (tensors, before)]
 
     async def skip() -> list[str]:
         found = []

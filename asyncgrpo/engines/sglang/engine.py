@@ -368,7 +368,12 @@ class SGLangEngine(Engine[SGLangRequest]):
             self._may_submit.clear()
             try:
                 await replace_weights(
-                    self._manager, tensors, str(version), keep_kv=keep_kv, num_schedulers=self.options.tensor_parallel
+                    self._manager,
+                    tensors,
+                    str(version),
+                    keep_kv=keep_kv,
+                    num_schedulers=self.options.tensor_parallel,
+                    by_plan=self._proof is not None and self._proof.copies_suffice,
                 )
                 self._version = version
             finally:

@@ -43,6 +43,7 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.model_executor import model_runner
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.model_loader.loader import post_load_weights
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_serving
@@ -53,6 +54,7 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.utils.weight_versions import WeightVersionEvent
     from transformers import AutoConfig
 
+    from asyncgrpo.engines.sglang.copies import Copies
     from asyncgrpo.engines.sglang.weights import Mapped
 
 if TYPE_CHECKING:
@@ -119,12 +121,16 @@ class OurScheduler(scheduler.Scheduler):
 
 
 class OurWeightUpdater(WeightUpdater):
-    """SGLang's writer of weights. A bucket holds the locations of its tensors in shared memory (`weights.py`)."""
+    """SGLang's writer of weights. A bucket says where they are in shared memory (`weights.py`)."""
 
     def _update_weights_from_flattened_bucket(self, flattened_tensor_bucket_dict: dict[str, Any]) -> tuple[bool, str]:
         try:
-            tensors = mapped.tensors(flattened_tensor_bucket_dict)
-            self.get_model().load_weights(mapped.placed(tensors))
+            tensors, model = mapped.tensors(flattened_tensor_bucket_dict), self.get_model()
+            if tensors:
+                model.load_weights(tensors)
+            else:
+                mapped.copies.write(model, tensors.arenas, tensors.slot)
+                post_load_weights(model)  # which the loader calls, too: weights that a model derives
             current_platform.synchronize()  # the GPU has then finished reading the tensors
             tensors.require_intact()
         except WeightsError as error:
@@ -143,9 +149,8 @@ class OurWeightChecker(WeightChecker):
         current_platform.synchronize()  # several threads write some models
         if not action.startswith(PLAN):
             return super().handle(action, *args, role=role, **kwargs)
-        model = self._get_model()
-        content = self._held.plan(model, action.removeprefix(PLAN))
-        mapped.scattered, mapped.device = self._held.scattered, next(model.parameters()).device
+        content = self._held.plan(self._get_model(), action.removeprefix(PLAN))
+        mapped.copies = Copies(self._held.parts, self._held.published)
         return self._reply(content, role)
 
     def _compute_checksum(self, skip_tensor_list: list[str] | None = None, *, role: str) -> dict[str, Any]:

@@ -47,6 +47,13 @@ class Box:
         """Return its elements."""
         return tensor[tuple(slice(first, first + length) for first, length in zip(self.start, self.size, strict=True))]
 
+    def first(self, shape: Shape) -> int:
+        """Return the place of its first element in the contiguous tensor, of this shape."""
+        place = 0
+        for length, start in zip(shape, self.start, strict=True):
+            place = place * length + start
+        return place
+
 
 @dataclass(frozen=True)
 class Part:
@@ -77,27 +84,45 @@ class Untraceable(Exception):
     """The loader needs elements of a tensor, or takes a selection that is not a rectangle."""
 
 
-def trace(model: nn.Module, published: Iterable[Published]) -> tuple[list[Part], dict[str, str]]:
-    """Return the parts of a model's parameters, and the tensors that cannot be traced with the reason of each."""
-    infos, tracer = list(published), _Tracer(model)
+def trace(model: nn.Module, published: Iterable[Published]) -> tuple[list[Part], dict[str, str], bool]:
+    """Have a model load these tensors without elements.
+
+    Returns:
+        The parts of its parameters, the tensors that cannot be traced with the reason of each, and whether the loader wrote to
+        memory that is neither of parameters nor of buffers.
+    """
+    infos, tracer, before = list(published), _Tracer(model), unregistered(model)
     try:
         with torch.no_grad():
             tracer.load(infos)
-        return tracer.parts, {}
+        return tracer.parts, {}, tracer.copied_elsewhere or unregistered(model) != before
     except Exception as error:
         if len(infos) == 1:
-            return [], {infos[0][0]: f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    parts, untraced = list[Part](), dict[str, str]()
+            return [], {infos[0][0]: f"{type(error).__name__}: {error}".splitlines()[0][:200]}, False
+    parts, untraced, elsewhere = list[Part](), dict[str, str](), False
     for info in infos:  # one by one, to find those that cannot be traced
-        some, problem = trace(model, [info])
+        some, problem, also = trace(model, [info])
         parts += some
         untraced |= problem
-    return parts, untraced
+        elsewhere |= also
+    return parts, untraced, elsewhere
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def unregistered(model: nn.Module) -> set[tuple[str, str, int, int]]:
+    """Return the tensors of a model that are neither parameters nor buffers; equal sets: none was replaced or written."""
+    if hasattr(model, "post_load_weights"):  # which derives them
+        return set()
+    return {
+        (name, key, id(value), 0 if value.is_inference() else value._version)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
 
 
 STACKED_ON = ("cuda",)
@@ -208,6 +233,7 @@ class _Tracer:
         self._joined: dict[str, list[tuple[Box, Box]]] = {}
         """Of each tensor that a loader joined: boxes of it, and those of published tensors that they are."""
         self._noted: list[Part] = []
+        self.copied_elsewhere = False
         self._lock = threading.Lock()
 
     def load(self, infos: Iterable[Published]) -> None:
@@ -219,9 +245,10 @@ class _Tracer:
         return Source(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), name, self)
 
     def note(self, target: Tensor, source: Source) -> None:
-        """Note a copy of `source` into `target`, a view of a parameter or a buffer. Copies elsewhere are ignored."""
+        """Note a copy of `source` into `target`, a view of a parameter or a buffer."""
         parameter = self._names.get(target.untyped_storage().data_ptr())
         if parameter is None:
+            self.copied_elsewhere = True
             return
         view = source.at.expand(target.shape)
         box, strides = _box(source.published, self._shapes[source.published], view, target.stride())
@@ -324,38 +351,37 @@ class Held:
     """The parameters of one scheduler. Its replies are texts by name, as those of SGLang's checksums."""
 
     def __init__(self) -> None:
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
+        self.published: list[Published] = []
         self._stacks: list[list[int]] = []
         self._left: Left | None = None
         """Elements outside all parts; None until computed."""
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self.scattered: set[str] = set()
-        """Published tensors of which a box is copied in many pieces, as columns or transposed."""
+        self._shapes: dict[str, Shape] = {}
 
     def plan(self, model: nn.Module, asked: str) -> dict[str, str]:
         """Trace the loader. Returns the parts, untraced tensors, and parameters with other elements, as JSON."""
-        published: list[Published] = [(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(asked)]
-        self._shapes = {name: shape for name, _, shape in published}
-        self._parts, untraced = trace(model, published)
-        self._left, self._stacks = left_by(model, self._parts), stacks(self._parts)
-        self.scattered = {p.box.tensor for p in self._parts if not p.is_one_copy(self._shapes[p.box.tensor])}
+        self.published = [(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(asked)]
+        self._shapes = {name: shape for name, _, shape in self.published}
+        self.parts, untraced, elsewhere = trace(model, self.published)
+        self._left, self._stacks = left_by(model, self.parts), stacks(self.parts)
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state(model).items()}
         made = [
             (part.box.tensor, part.box.start, part.box.size, part.parameter, dtypes[part.parameter])
-            for part in self._parts
+            for part in self.parts
         ]
         parameters = {name for name, _ in model.named_parameters()}  # buffers may stay unwritten
         left = {name: places for name, places in self._left.items() if name in parameters}
         # Padding is constant, and so are scales that no checkpoint has.
         others = [name for name, values in rest(model, left).items() if not (values == values[0]).all()]
-        return {"parts": json.dumps(made), "untraced": json.dumps(untraced), "others": json.dumps(others)}
+        found = {"parts": made, "untraced": untraced, "others": others, "elsewhere": elsewhere}
+        return {name: json.dumps(value) for name, value in found.items()}
 
     def checksum(self, model: nn.Module, skipped: Iterable[str]) -> dict[str, str]:
         """Return a digest of each part, and of the elements of each parameter and buffer outside all parts."""
         tensors, leave_out = state(model), set(skipped)
         digests: dict[str, str] = {}
         for numbers in self._stacks:
-            some = [self._parts[number] for number in numbers]
+            some = [self.parts[number] for number in numbers]
             box, parameter = some[0].box, tensors[some[0].parameter].detach()
             if len(some) > 1 and parameter.device.type in STACKED_ON:
                 strides = (some[1].offset - some[0].offset, *some[0].strides)
@@ -402,6 +428,9 @@ class Proof:
         """Tensors that could not be traced, with the reason."""
         self.do_not_follow: list[str] = []
         """Parameters with elements that no published tensor writes."""
+        self.copies_suffice = False
+        """True if the copies of the plan are all that the loader does, as the first weights have shown."""
+        self._elsewhere = any(json.loads(rank["elsewhere"]) for rank in ranks)
         for rank in ranks:
             parts = json.loads(rank["parts"])
             self.untraced |= json.loads(rank["untraced"])
@@ -456,6 +485,7 @@ class Proof:
             else:
                 self.left_out += [name] if name not in self.left_out else []
                 del self._made[rank][number]
+        self.copies_suffice = not (self.untraced or self.do_not_follow or self.left_out or self._elsewhere)
 
     def _wrong(self, ranks: Sequence[Mapping[str, str]]) -> Iterable[tuple[str, int, str]]:
         for rank, made in enumerate(self._made):

@@ -1,13 +1,12 @@
 """Sends new weights from this process to SGLang's schedulers with SGLang's calls for in-place updates.
 
-The weights are not copied here: the message holds the file in shared memory and the offset of each tensor
-(`weights/arena.py`). Each scheduler maps the file and pins its pages for its GPU once, so that the pause contains one copy.
+The weights are not copied here: the message holds the file in shared memory (`weights/arena.py`). Each scheduler maps the file
+and pins its pages for its GPU once, so that the pause contains one copy. The first weights go through the loader of SGLang's
+model. If that does nothing but copies, which the plan has (`proof.py`), later weights are copied without it.
 """
 
 import asyncio
 import pickle
-import weakref
-from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 
+from asyncgrpo.engines.sglang.copies import Copies
 from asyncgrpo.errors import EngineError
 from asyncgrpo.weights.arena import Mappings, SharedTensors
 
@@ -32,6 +32,7 @@ async def replace_weights(
     *,
     keep_kv: bool,
     num_schedulers: int,
+    by_plan: bool,
 ) -> None:
     """Pause between two tokens, write all tensors, resume.
 
@@ -43,11 +44,12 @@ async def replace_weights(
         tensors: every tensor of the model.
         label: SGLang's name of the new weights, visible once they are written.
         keep_kv: False recomputes keys and values of requests in flight and drops the prefix cache.
+        by_plan: see `payloads`.
     Raises:
         EngineError: SGLang refused. The weights may be part old, part new.
     """
     update = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=payloads(tensors, num_schedulers),
+        serialized_named_tensors=payloads(tensors, num_schedulers, by_plan=by_plan),
         load_format="flattened_bucket",
         flush_cache=not keep_kv,
         weight_version=label,
@@ -73,11 +75,15 @@ async def _ask(call: str, communicator: Any, message: Any) -> None:
         raise EngineError(f"{call}: {refusals[0]}")
 
 
-def payloads(tensors: SharedTensors, num_schedulers: int) -> list[bytes]:
-    """Return the message for each scheduler, in types that SGLang accepts: the tensors' locations."""
+def payloads(tensors: SharedTensors, num_schedulers: int, *, by_plan: bool) -> list[bytes]:
+    """Return the message for each scheduler, in types that SGLang accepts: the tensors' locations.
+
+    Args:
+        by_plan: repeat the copies of the plan, which knows the locations. Else the model's loader gets the tensors.
+    """
     places = [
         (name, str(t.dtype).removeprefix("torch."), list(t.shape), t.storage_offset() * t.element_size())
-        for name, t in tensors
+        for name, t in (() if by_plan else tensors)
     ]
     where = {"tensors": places, "file": tensors.arenas.file, "slot": tensors.slot, "writes": tensors.writes}
     return [pickle.dumps(where)] * num_schedulers
@@ -85,36 +91,21 @@ def payloads(tensors: SharedTensors, num_schedulers: int) -> list[bytes]:
 
 # -- in a scheduler ----------------------------------------------------------------------------------------------------
 
-MOST_UPLOADED = 2**30
-"""Bytes of whole tensors on a GPU at once. Some loaders hold all tensors until the last one."""
-
 
 class Mapped:
     """The shared-memory files that one scheduler has mapped."""
 
     def __init__(self) -> None:
         self._files = Mappings()
-        self.scattered: Collection[str] = ()
-        """Names of tensors to upload whole: the loader takes columns of them, or a transposed view. torch gathers such a view on
-        one core and uploads it out of pages that are not pinned, at a twelfth of the rate."""
-        self.device = torch.device("cpu")
-        """Where they are uploaded to."""
+        self.copies = Copies((), ())
+        """Of the plan."""
 
     def tensors(self, where: dict[str, Any]) -> SharedTensors:
-        """Return the tensors of a message of `payloads`. Raises WeightsError if they are missing or were overwritten."""
+        """Return the tensors of a message of `payloads`, none if the plan has them. Raises WeightsError if they are missing or
+        were overwritten."""
         arenas, views = self._files[where["file"]], []
         arenas.pin()
         for name, dtype, shape, start in where["tensors"]:
             like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             views.append((name, arenas.memory[start : start + like.nbytes].view(like.dtype).view(like.shape)))
         return SharedTensors(views, arenas, where["slot"], where["writes"])
-
-    def placed(self, tensors: SharedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors where the loader copies them from: in shared memory, or on the GPU until the loader drops them."""
-        uploaded: list[tuple[weakref.ref[torch.Tensor], int]] = []
-        for name, tensor in tensors:
-            uploaded = [(held, size) for held, size in uploaded if held() is not None]
-            if name in self.scattered and tensor.nbytes + sum(size for _, size in uploaded) <= MOST_UPLOADED:
-                tensor = tensor.to(self.device)
-                uploaded.append((weakref.ref(tensor), tensor.nbytes))
-            yield name, tensor
