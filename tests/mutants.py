@@ -96,7 +96,7 @@ a gradient of zero is stepped on by momentum
     learner/test_learner.py::test_a_gradient_of_zero_moves_nothing_and_counts_for_the_schedule
 a resume takes updates of no gradient for those of AdamW
     learner.saving:load
-    state.get("made", steps) -> steps
+    state["made"] -> state["steps"]
     learner/test_checkpoint.py::test_a_resumed_learner_goes_on_bit_for_bit[steps without a gradient]
 # advantages
 the standard deviation of a group has n in its denominator

@@ -33,7 +33,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     totals: dict[str, float] = {}
     """Counters of the run so far."""
     record: dict[str, Any] | None = None
-    """`Recorded` of the learner; None in a checkpoint of an older release."""
+    """`Recorded` of the learner; None: a resume reads every event."""
 
 
 class Checkpoints:

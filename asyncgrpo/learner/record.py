@@ -216,11 +216,11 @@ log = logging.getLogger(__name__)
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """State of the record at a checkpoint, so that a resume reads only the events after it."""
 
-    num_bytes: int
+    num_bytes: int = 0
     """Size of the file of events at the checkpoint."""
-    reported: dict[str, int] = msgspec.field(name="told")
+    reported: dict[str, int] = {}
     """Groups and completions reported so far, by counter."""
-    watched: TrainingWatch
+    watched: TrainingWatch = msgspec.field(default_factory=TrainingWatch)
 
 
 class Recorder:
@@ -273,9 +273,7 @@ class Recorder:
         Args:
             record: `state` at the checkpoint; None: unknown, so every event is read.
         """
-        before = Recorded(num_bytes=0, reported={}, watched=TrainingWatch())
-        if record:
-            before = msgspec.convert(record, Recorded)
+        before = msgspec.convert(record or {}, Recorded)
         self._reported, self._watch, undone = Counter(before.reported), before.watched, 0
         seen: dict[str, int] = {"generated": 0}
         for event in read_events(self.events.path, before.num_bytes):

@@ -12,11 +12,11 @@ gathered one by one. Adapters are merged, so the folder loads with plain transfo
 import contextlib
 import copy
 import shutil
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,28 +86,25 @@ class Saver:
 
 def _write(folder: str, state: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     try:
-        dcp.save(state, checkpoint_id=folder, process_group=group)
+        dcp.save(state, storage_writer=_Writer(folder), process_group=group)
     except (Exception, CheckpointException) as error:
-        why = _refusal(folder) or _cause(error)
-        raise CheckpointError(f"checkpoint {folder} cannot be written: {why}") from error
+        raise CheckpointError(f"checkpoint {folder} cannot be written: {_cause(error)}") from error
 
 
-def _refusal(folder: str) -> str:
-    """Return why the disk refuses a write; empty if it does not. torch says only that it is at another position of its file."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(2**20))
-            file.flush()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+class _Writer(dcp.FileSystemWriter):
+    """Raises the error of the disk. torch raises the position in its archive instead, while it handles that error."""
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            raise error.__context__ or error from None
 
 
 def load(folder: str, model: TokenScorer, optimizer: AdamW, guard: Tensor) -> tuple[int, Tensor]:
     """Read a checkpoint into model and optimizer. Return its updates and the guard's memory. Collective.
 
-    A checkpoint of version 0.1 has no guard memory; then `guard` is returned. Without `made`, AdamW has made every update
-    that the schedule counted. Loads and biases of routers may be missing.
+    Loads and biases of routers may be missing: a resume may begin to balance experts.
 
     Raises CheckpointError. If the checkpoint is of another model, some weights may have been overwritten by then.
     """
@@ -116,17 +113,16 @@ def load(folder: str, model: TokenScorer, optimizer: AdamW, guard: Tensor) -> tu
     state = _state(model, optimizer, 0, guard)
     try:
         known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        for name in {"guard", "made", *model.routers.state()} - known.keys():
+        for name in model.routers.state().keys() - known.keys():
             del state[name]
         dcp.load(state, checkpoint_id=folder)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"checkpoint {folder} is damaged, or does not fit model and configuration: {_cause(error)}"
         ) from error
-    steps = int(state["steps"])
     for moments in optimizer.state.values():
-        moments["step"].fill_(state.get("made", steps))
-    return steps, state.get("guard", guard)
+        moments["step"].fill_(state["made"])
+    return int(state["steps"]), state["guard"]
 
 
 def _state(model: TokenScorer, optimizer: AdamW, steps: int, guard: Tensor) -> dict[str, Tensor]:

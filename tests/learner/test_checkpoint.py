@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from asyncgrpo.errors import CheckpointError
@@ -115,31 +114,25 @@ def test_what_cannot_be_written_is_an_error_to_who_waits_and_the_next_checkpoint
         first.export(str(tmp_path / "file"))
 
 
-def test_a_disk_that_refuses_a_checkpoint_is_named_with_its_reason(path, tmp_path):
-    first, before = learner(path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (2**12, before[1])
-    )  # of a larger tensor torch says: unexpected pos 704 vs 598
+def test_a_disk_that_refuses_a_checkpoint_is_named_with_its_reason(tmp_path):
+    """Of a tensor that is larger than the buffer of its file, torch alone says: unexpected pos 704 vs 598."""
+    first = learner(make_tiny_qwen3(tmp_path / "wide", hidden=256))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=rf"checkpoint {tmp_path}/full cannot be written: File too large$"):
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}/full cannot be written: rank 0: .* File too large$"):
             first.save(str(tmp_path / "full"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_checkpoint_of_an_earlier_release_knows_of_no_gradients_and_is_read(tmp_path, monkeypatch):
-    path, save = make_tiny_qwen3_moe(tmp_path / "model"), dcp.save
-    first, resumed, balanced = (learner(path, algorithm=of) for of in ({}, {}, {"router_aux_coef": 0.1}))
+def test_a_checkpoint_without_the_load_of_experts_is_read_by_a_run_that_balances_them(tmp_path):
+    path = make_tiny_qwen3_moe(tmp_path / "model")
+    first, balanced = (learner(path, algorithm=of) for of in ({}, {"router_aux_coef": 0.1}))
     first.step(GROUPS, VERSION)
-
-    def as_earlier(state: dict, **where) -> None:
-        save({name: value for name, value in state.items() if name not in ("guard", "made")}, **where)
-
-    monkeypatch.setattr(dcp, "save", as_earlier)
     first.save(str(tmp_path / "checkpoint"))
-    resumed.load(str(tmp_path / "checkpoint"))
-    assert resumed.steps == 1 and resumed.step(MORE, VERSION).grad_norm == first.step(MORE, VERSION).grad_norm
-    balanced.load(str(tmp_path / "checkpoint"))  # which has no load of experts
+    balanced.load(str(tmp_path / "checkpoint"))
+    assert balanced.steps == 1
 
 
 def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
