@@ -4,7 +4,7 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -112,8 +112,11 @@ def _start(config: "Config", algorithm: str | None, *, folder: Path | None = Non
 
 def _print_next(status: str, out: str, folder: Path | None) -> None:
     """Print the command for the samples of a finished run, or the one that resumes an interrupted run."""
+    from asyncgrpo.cli.running import Output
+
     done, run_dir = status == "done", Path(out).absolute()
-    typer.echo(f"next: {command('samples', run_dir, '--best')}" if done else f"to resume: {same_command(folder)}")
+    text = f"next: {command('samples', run_dir, '--best')}" if done else f"to resume: {same_command(folder)}"
+    typer.echo(text, file=cast(IO[str], Output()))
 
 
 # -- demo --------------------------------------------------------------------------------------------------------------

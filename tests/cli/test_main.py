@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from asyncgrpo import __version__, cli
+from asyncgrpo.cli import train
 from asyncgrpo.cli.running import Output
 from asyncgrpo.errors import DataError
 from tests.runs import command as command_line
@@ -98,7 +99,8 @@ def test_a_run_continues_where_its_output_cannot_be_written(monkeypatch, tmp_pat
         console = Console(file=Output())
         console.print("step 1")
         console.print("step 2")
-    assert (tmp_path / "log").read_text() == "step 1\nstep 2\n"
+        train._print_next("done", "runs/a", None)
+    assert (tmp_path / "log").read_text().startswith("step 1\nstep 2\nnext: ")
 
 
 CLOSED = """
