@@ -85,12 +85,13 @@ class Progress:
     first_kl: float | None = None
     """KL to the reference or the teacher in the first step, nats per token."""
     tokens_trained: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Events by kind."""
+    newest: dict[str, Event] = field(default_factory=dict)
+    """Last event of each kind."""
     first_eval: Event | None = None
-    last_eval: Event | None = None
-    last_checkpoint: Event | None = None
     syncs: list[Event] = field(default_factory=list)
     """The newest."""
-    num_syncs: int = 0
     num_bad_syncs: int = 0
     num_gaps: int = 0
     largest_gap: float | None = None
@@ -99,14 +100,10 @@ class Progress:
     """Largest `logprob_gap_max`, nats."""
     warnings: list[str] = field(default_factory=list)
     """The newest."""
-    num_restarts: int = 0
     undone_steps: int = 0
     """Steps trained again after a crash."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Sampled tokens of the run by fate, from the last event that has them."""
-    num_faults: int = 0
-    """Faults injected by `--chaos`."""
-    num_recoveries: int = 0
     slowest_recovery_s: float = 0.0
     paused: dict[str, Event] = field(default_factory=dict)
     """Last `rewards_paused` event of each generator whose rewards are paused, with `since`, its first."""
@@ -114,8 +111,6 @@ class Progress:
     """True between the commands `pause` and `resume`."""
     advice: Event | None = None
     """The last `advice` event, until conditions change."""
-    curriculum: Event | None = None
-    """The last `curriculum` event."""
     training_seconds: float = 0.0
     """From the start of the first step to the end of the last, without the time between a stop and a resume."""
     end: Event | None = None
@@ -143,6 +138,8 @@ class Progress:
         if kind == "rewound":
             self.__dict__.update(Progress().__dict__)
             return
+        self.counts[kind] += 1
+        self.newest[kind] = event
         if "time" in event:
             self.started = event["time"] if self.started is None else self.started
             self.updated = event["time"]
@@ -190,14 +187,10 @@ class Progress:
         self.filtered.update(event.get("filtered") or {})
 
     def _on_eval(self, event: Event) -> None:
-        self.first_eval, self.last_eval = self.first_eval or event, event
-
-    def _on_checkpoint(self, event: Event) -> None:
-        self.last_checkpoint = event
+        self.first_eval = self.first_eval or event
 
     def _on_sync(self, event: Event) -> None:
         _keep(self.syncs, event, 8)
-        self.num_syncs += 1
         self.num_bad_syncs += event.get("checksum") != "ok"
         if (gap := event.get("gap_max")) is not None:
             self.num_gaps += 1
@@ -211,23 +204,15 @@ class Progress:
             self.is_paused = event["command"] == "pause"
 
     def _on_restart(self, event: Event) -> None:
-        self.num_restarts += 1
         self.advice = None
         if not event["actor"].startswith("generator"):  # the buffer is new, and reports again whose rewards are paused
             self.paused = {}
 
-    def _on_fault(self, event: Event) -> None:
-        self.num_faults += 1
-
     def _on_recovered(self, event: Event) -> None:
-        self.num_recoveries += 1
         self.slowest_recovery_s = max(self.slowest_recovery_s, event["seconds"])
 
     def _on_advice(self, event: Event) -> None:
         self.advice = event
-
-    def _on_curriculum(self, event: Event) -> None:
-        self.curriculum = event
 
     def _on_rewards_paused(self, event: Event) -> None:
         first = self.paused.get(event["actor"], {"since": event["time"]})

@@ -146,7 +146,7 @@ Rows = Iterator[tuple[str, str]]
 
 def figures(progress: Progress) -> Rows:
     """Yield the figures of a run, over its last ten steps, for the screen, `status` and `top`."""
-    last, evaluation = progress.last, progress.last_eval
+    last, evaluation = progress.last, progress.newest.get("eval")
     held_out = f", eval {number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else ""
     parts = ", ".join(f"{name} {number(mean)}" for name, mean in (last.get("reward_parts") or {}).items())
     yield "reward", number(last.get("reward_mean")) + held_out + (f" ({parts})" if parts else "")
@@ -154,7 +154,7 @@ def figures(progress: Progress) -> Rows:
         yield "suites", "; ".join(f"{name} {text}" for name, text in suites.items())
     if len(sources := last.get("sources") or {}) > 1:
         yield "sources", ", ".join(f"{name} {number(of.get('reward_mean'))}" for name, of in sources.items())
-    if progress.curriculum is not None and (line := curriculum_line(progress.curriculum)) is not None:
+    if "curriculum" in progress.newest and (line := curriculum_line(progress.newest["curriculum"])) is not None:
         yield "prompts", line
     yield from flow(progress.recent)
     generated, trained = progress.tokens_per_second()
@@ -225,7 +225,7 @@ def _rows(progress: Progress) -> Rows:
         yield "dropped", f"{sum(dropped.values()):,} groups: {counts_in_words(dropped)}"
     if filtered := progress.filtered:
         yield "filtered", f"{sum(filtered.values()):,} groups without signal: {counts_in_words(filtered)}"
-    if (checkpoint := progress.last_checkpoint) is not None:
+    if (checkpoint := progress.newest.get("checkpoint")) is not None:
         yield "checkpoint", f"{checkpoint['path']} (step {checkpoint['step']})"
 
 
@@ -237,8 +237,8 @@ def _of_steps(progress: Progress) -> Rows:
     if progress.first_kl is not None:
         values = f"{number(progress.first_kl)} -> {number(progress.last.get('kl_reference'))}"
         yield "kl", f"{values} nats per token (first and last step)"
-    if progress.first_eval is not None and progress.last_eval is not None:
-        both = progress.first_eval, progress.last_eval
+    if progress.first_eval is not None:
+        both = progress.first_eval, progress.newest["eval"]
         scores = [number(event["reward_mean"]) for event in both if event.get("reward_mean") is not None]
         yield "eval", " -> ".join(dict.fromkeys(scores)) or "no score"
         before, now = map(suites_of, both)
@@ -247,19 +247,20 @@ def _of_steps(progress: Progress) -> Rows:
     yield from flow(progress.totals)
     if progress.advice:
         yield "advice", f"{progress.advice['sentence']} ({progress.advice['evidence']})"
-    good = progress.num_syncs - progress.num_bad_syncs
-    yield "weight syncs", f"{good} of {progress.num_syncs} proved by checksum"
+    syncs = progress.counts["sync"]
+    yield "weight syncs", f"{syncs - progress.num_bad_syncs} of {syncs} proved by checksum"
     if (gap := progress.largest_logprob_gap) is not None:
         yield "log-prob gap", f"max {gap:.2g} nats between learner and engine"
     if progress.largest_gap is not None:
         yield "sync gap", f"max {progress.largest_gap:.2g} nats, at {progress.num_gaps} publications"
-    if progress.num_restarts:
-        yield "restarts", str(progress.num_restarts)
+    if restarts := progress.counts["restart"]:
+        yield "restarts", str(restarts)
     if progress.undone_steps:
         yield "undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again"
-    if progress.num_faults:
-        slowest = f", the slowest in {progress.slowest_recovery_s:.1f} s" if progress.num_recoveries else ""
-        yield "faults", f"{progress.num_faults} injected, {progress.num_recoveries} survived{slowest}"
+    if faults := progress.counts["fault"]:
+        recoveries = progress.counts["recovered"]
+        slowest = f", the slowest in {progress.slowest_recovery_s:.1f} s" if recoveries else ""
+        yield "faults", f"{faults} injected, {recoveries} survived{slowest}"
 
 
 def _tokens(progress: Progress) -> str:

@@ -161,7 +161,7 @@ def test_progress_counts_prompts_where_steps_have_no_end_and_goes_back_with_the_
     rewound = Progress.of([*RUN, {"event": "rewound"}, START, step(1)])
     assert (rewound.step, len(rewound.steps)) == (1, 1)
     resumed = [START, step(1), sync(1), {**START, "lineage": 2, "step": 1}, step(2)]
-    assert not Progress.of(resumed).syncs and Progress.of(resumed).num_syncs == 1, "the sync of an earlier start"
+    assert not Progress.of(resumed).syncs and Progress.of(resumed).counts["sync"] == 1, "the sync of an earlier start"
     again = Progress.of([START, step(1), step(2), step(3), step(2, reward_mean=0.9)])
     assert list(again.rewards) == [(1, 0.05), (2, 0.9)] and again.step == 2
     resumed = [START, step(1), step(2), {**START, "time": 9000.0}, step(3, time=9002.0), step(4, time=9004.0)]
@@ -225,7 +225,7 @@ def test_a_resumed_run_neither_ends_with_its_old_end_nor_shows_its_past_again(tm
     text, progress = watched(path, since=1500.0, poll_s=0.01)
     assert text.splitlines()[-1] == "end   done at step 2" and "drained" not in text and "signal 9" not in text
     assert list(progress.warnings) == ["waiting for groups for 31 s"]
-    assert progress.num_restarts == 1, "it is still counted"
+    assert progress.counts["restart"] == 1, "it is still counted"
     text, progress = watched(path, since=2500.0, stop=stopped())
     assert text == "" and progress.end["time"] == 2000.0
 
@@ -383,4 +383,4 @@ def test_sums_and_ends_of_a_long_run_are_exact():
     assert progress.last_rewards == [n / 20 for n in range(4_996, 5_001)]
     assert progress.totals.mean("under_way") == 9
     assert progress.totals.generators == {"generate": 15_000.0, "idle": 5_000.0}
-    assert (progress.num_faults, progress.num_recoveries, progress.slowest_recovery_s) == (100, 100, 2.0)
+    assert (progress.counts["fault"], progress.counts["recovered"], progress.slowest_recovery_s) == (100, 100, 2.0)
