@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from asyncgrpo import liveness, metrics
+from asyncgrpo.control.client import ProcessState, ProcessStatus
 from asyncgrpo.errors import WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import decode
@@ -155,25 +156,24 @@ class Watch:
             return f"its loop has not turned for {known.heartbeat.loop_age_s:.0f} s"
         return None
 
+    def heartbeat(self, name: str, incarnation: str) -> Heartbeat:
+        """Return the last heartbeat of this process; before its first, one of process 0 that has reported nothing."""
+        if (known := self._of(name, incarnation)) is not None:
+            return known.heartbeat
+        return Heartbeat(name=name, incarnation=incarnation, pid=0, waits={}, loop_age_s=None)
+
     def has_begun(self, name: str, incarnation: str) -> bool:
         """True if its main loop has turned at least once."""
-        known = self._of(name, incarnation)
-        return known is not None and known.heartbeat.loop_age_s is not None
+        return self.heartbeat(name, incarnation).loop_age_s is not None
 
-    def step(self, name: str, incarnation: str) -> int | None:
-        """Return the optimizer steps that this learner has reported."""
-        known = self._of(name, incarnation)
-        return known.heartbeat.step if known is not None else None
-
-    def steered(self, name: str, incarnation: str) -> int:
-        """Return the revision of the last `Steer` applied there; 0 before any."""
-        known = self._of(name, incarnation)
-        return known.heartbeat.steered if known is not None else 0
-
-    def heartbeat(self, name: str, incarnation: str) -> tuple[Heartbeat, float] | None:
-        """Return the last heartbeat of this process and its age, seconds; None before its first."""
-        known = self._of(name, incarnation)
-        return (known.heartbeat, self._clock() - known.heard_s) if known is not None else None
+    def status(self, name: str, incarnation: str, *, restarts: int = 0, is_leaving: bool = False) -> ProcessStatus:
+        """Return the status of a process."""
+        state: ProcessState = "working" if self.has_begun(name, incarnation) else "starting"
+        state = "leaving" if is_leaving else state
+        if (known := self._of(name, incarnation)) is None:
+            return ProcessStatus(name=name, state=state, restarts=restarts)
+        pid, waits, age_s = known.heartbeat.pid, known.heartbeat.waits, round(self._clock() - known.heard_s, 1)
+        return ProcessStatus(name=name, state=state, restarts=restarts, pid=pid, heard_s=age_s, waits=waits)
 
     def missing(self) -> dict[str, str]:
         """Return generators that another process has lost, as `name-incarnation`, with the name of that process."""
@@ -191,13 +191,8 @@ class Watch:
         """Return the process ids of these roles, or of one process by its name; `""` selects all."""
         return [p.heartbeat.pid for name, p in self._processes.items() if name.startswith(roles)]
 
-    def buffer_endpoint(self, name: str, incarnation: str) -> str | None:
-        """Return the endpoint of this generator's buffer, empty if it has none; None before its first heartbeat."""
-        known = self._of(name, incarnation)
-        return known.heartbeat.buffer_endpoint if known is not None else None
-
     def send(self, name: str, message: Message) -> None:
-        """Send a message to a process that has sent a heartbeat."""
+        """Send a message to a process, if it has sent a heartbeat."""
         if (known := self._processes.get(name)) is not None:
             self._server.send(known.peer, message)
 

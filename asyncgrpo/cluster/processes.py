@@ -38,12 +38,12 @@ from asyncgrpo.cluster.wiring import (
     TeacherActor,
     incarnation_of,
 )
-from asyncgrpo.control.client import ProcessState, ProcessStatus
+from asyncgrpo.control.client import ProcessStatus
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.sockets import Client
-from asyncgrpo.wire.supervision import Drain, EndpointsChanged, GeneratorLost, Heartbeat
+from asyncgrpo.wire.supervision import Drain, EndpointsChanged, GeneratorLost
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Core:
         if waited_s < min(NO_PLACE_S, stall_s):
             return
         for name in names:
-            if self._watch.heartbeat(name, incarnation) is not None:
+            if self._watch.heartbeat(name, incarnation).pid:
                 continue
             if waited_s >= stall_s:
                 raise StalledError(f"{self._placement.waits(name, waited_s)} (cluster.stall_timeout_s)")
@@ -205,7 +205,7 @@ class Core:
     @property
     def steps_done(self) -> int | None:
         """Optimizer steps that the learner has reported; None before the first."""
-        return self._watch.step("learner-0", self.incarnation)
+        return self._watch.heartbeat("learner-0", self.incarnation).step
 
     @property
     def can_save(self) -> bool:
@@ -379,12 +379,9 @@ class Supervised:
     def processes(self) -> Iterator[ProcessStatus]:
         """Yield the status of every process that runs or is wanted."""
         for index in sorted({*self._running, *range(self.wanted)}):
-            name, process, restarts = self._name(index), self._running.get(index), self._budgets[index].count
-            heard = self._watch.heartbeat(name, process.incarnation) if process is not None else None
-            state: ProcessState = "working" if self._serves(index) else "starting"
-            if process is not None and process.is_leaving:
-                state = "leaving"
-            yield process_status(name, state, restarts, heard)
+            process, restarts = self._running.get(index), self._budgets[index].count
+            incarnation, is_leaving = (process.incarnation, process.is_leaving) if process is not None else ("", False)
+            yield self._watch.status(self._name(index), incarnation, restarts=restarts, is_leaving=is_leaving)
 
     @property
     def all_serve(self) -> bool:
@@ -510,8 +507,7 @@ class Fleet(Supervised):
     @property
     def is_whole(self) -> bool:
         """True if every engine serves the current core."""
-        works_for = {self._watch.buffer_endpoint(self._name(i), g.incarnation) for i, g in self._running.items()}
-        return self._core is not None and self.all_serve and works_for <= {self._endpoints.buffer_endpoint}
+        return self._core is not None and self.all_serve and all(map(self._has_endpoints, self._running))
 
     def may_lose(self, name: str) -> bool:
         """True if the run survives the end of this generator: its engine serves, or its start may fail once more."""
@@ -543,10 +539,14 @@ class Fleet(Supervised):
         super().reconcile(may_restart=may_restart)
         if self._core is None:
             return
-        for index, generator in self._running.items():
-            known = self._watch.buffer_endpoint(self._name(index), generator.incarnation)
-            if known not in (None, self._endpoints.buffer_endpoint):
+        for index in self._running:
+            if not self._has_endpoints(index):
                 self._watch.send(self._name(index), self._endpoints)
+
+    def _has_endpoints(self, index: int) -> bool:
+        """Return True if this generator works for the current core."""
+        heartbeat = self._watch.heartbeat(self._name(index), self._running[index].incarnation)
+        return heartbeat.buffer_endpoint == self._endpoints.buffer_endpoint
 
     def shut_down(self, timeout_s: float) -> None:
         """Wait for the generators that serve to exit. One that still loads its engine holds no group."""
@@ -658,22 +658,6 @@ class Teachers(Supervised):
                 f"{self._name(index)} did not load its model within {stall_s:.0f} s (cluster.stall_timeout_s)"
             )
         return reason
-
-
-def process_status(
-    name: str, state: ProcessState, restarts: int, heard: tuple[Heartbeat, float] | None
-) -> ProcessStatus:
-    """Return the status of a process.
-
-    Args:
-        heard: its last heartbeat and its age, seconds.
-    """
-    if heard is None:
-        return ProcessStatus(name=name, state=state, restarts=restarts)
-    heartbeat, age_s = heard
-    return ProcessStatus(
-        name=name, state=state, restarts=restarts, pid=heartbeat.pid, heard_s=round(age_s, 1), waits=heartbeat.waits
-    )
 
 
 def in_a_line(error: AsyncGRPOError, name: str) -> str:

@@ -23,7 +23,7 @@ import msgspec
 
 from asyncgrpo.cluster.folder import RunFolder, keep_changed
 from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.processes import Core, Fleet, process_status
+from asyncgrpo.cluster.processes import Core, Fleet
 from asyncgrpo.config.explain import counted
 from asyncgrpo.config.load import with_overrides
 from asyncgrpo.config.schema import Config
@@ -34,7 +34,6 @@ from asyncgrpo.control.client import (
     DrainRun,
     Evaluate,
     Pause,
-    ProcessState,
     ProcessStatus,
     Resume,
     RunState,
@@ -139,7 +138,7 @@ class Steering:
         if core is not None:
             self._step = core.steps_done or core.first_step
             for name in ("buffer", "learner-0"):
-                if self._watch.steered(name, core.incarnation) < self._steer.revision:
+                if self._watch.heartbeat(name, core.incarnation).steered < self._steer.revision:
                     self._watch.send(name, self._steer)
             self._advise()
         self._status = self._snapshot(others)
@@ -168,7 +167,7 @@ class Steering:
             self._leaving_since = self._steer.revision
         if self._core is None or self._steer.ending == self._steer.leaving:
             return
-        if self._watch.steered("learner-0", self._core.incarnation) >= self._leaving_since:
+        if self._watch.heartbeat("learner-0", self._core.incarnation).steered >= self._leaving_since:
             self._change(ending=self._steer.leaving)
 
     # -- advice --------------------------------------------------------------------------------------------------------
@@ -318,8 +317,7 @@ class Steering:
     def _of_core(self) -> Iterator[ProcessStatus]:
         lineage = self._core.incarnation if self._core is not None else ""
         for name in ("buffer", *(f"learner-{rank}" for rank in range(self.config.learner.ranks))):
-            state: ProcessState = "working" if self._watch.has_begun(name, lineage) else "starting"
-            yield process_status(name, state, 0, self._watch.heartbeat(name, lineage))
+            yield self._watch.status(name, lineage)
 
 
 def bounds(config: Config) -> tuple[int, int]:

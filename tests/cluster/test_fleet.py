@@ -14,6 +14,7 @@ from asyncgrpo.cluster.processes import Budget, Core, Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
+from asyncgrpo.control.client import ProcessState, ProcessStatus
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, StalledError
 from asyncgrpo.liveness import RESTART_WINDOW_S
 from asyncgrpo.wire.supervision import EndpointsChanged
@@ -57,17 +58,19 @@ class Watch:
     def missing(self) -> dict[str, str]:
         return self.missed
 
-    def buffer_endpoint(self, name: str, incarnation: str) -> str | None:
-        return self.works_for.get(name)
-
     def send(self, name: str, message: EndpointsChanged) -> None:
-        self.sent.append((name, message))
+        if name in self.works_for:
+            self.sent.append((name, message))
 
     def has_begun(self, name: str, incarnation: str) -> bool:
         return name not in self.loading
 
-    def heartbeat(self, name: str, incarnation: str) -> None:
-        return None
+    def heartbeat(self, name: str, incarnation: str) -> SimpleNamespace:
+        return SimpleNamespace(buffer_endpoint=self.works_for.get(name, ""))
+
+    def status(self, name: str, incarnation: str, *, restarts: int, is_leaving: bool) -> ProcessStatus:
+        state: ProcessState = "working" if incarnation and self.has_begun(name, incarnation) else "starting"
+        return ProcessStatus(name=name, state="leaving" if is_leaving else state, restarts=restarts)
 
     def forget(self, name: str) -> None:
         """Nothing to do: a test names the incarnation."""
@@ -282,7 +285,7 @@ def start(monkeypatch: pytest.MonkeyPatch):
         placement: Any = SimpleNamespace(
             here=lambda: {}, learner=lambda rank: {}, waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s"
         )
-        watch: Any = SimpleNamespace(heartbeat=lambda name, incarnation: True if name in alive else None)
+        watch: Any = SimpleNamespace(heartbeat=lambda name, incarnation: SimpleNamespace(pid=name in alive))
 
         def results(references: dict[str, object], while_waiting: Any) -> list[object]:
             for now_s[0], alive_now in looks:

@@ -73,9 +73,9 @@ def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
         watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_message=on_message,
         buffer_endpoint=lambda: "old", step=lambda: 7,
     )  # fmt: skip
-    listen_until(watch, lambda: watch.step("generator-0", "1.0") == 7)
-    assert watch.buffer_endpoint("generator-0", "1.0") == "old"
-    assert watch.buffer_endpoint("generator-0", "1.1") is None and not watch.has_begun("generator-0", "1.1")
+    listen_until(watch, lambda: watch.heartbeat("generator-0", "1.0").step == 7)
+    assert watch.heartbeat("generator-0", "1.0").buffer_endpoint == "old"
+    assert watch.heartbeat("generator-0", "1.1").buffer_endpoint == "" and not watch.has_begun("generator-0", "1.1")
     watch.send("generator-0", EndpointsChanged(buffer_endpoint="a", weights_endpoint="b"))
     watch.dump_stacks("nothing moves")
     stacks = tmp_path / "logs" / "generator-0.stacks"

@@ -31,14 +31,11 @@ class Watch:
         if name not in self.deaf:
             self.sent[name] = message
 
-    def steered(self, name: str, incarnation: str) -> int:
-        return self.sent[name].revision if name in self.sent else 0
+    def heartbeat(self, name: str, incarnation: str) -> SimpleNamespace:
+        return SimpleNamespace(steered=self.sent[name].revision if name in self.sent else 0)
 
-    def has_begun(self, name: str, incarnation: str) -> bool:
-        return incarnation != ""
-
-    def heartbeat(self, name: str, incarnation: str) -> None:
-        return None
+    def status(self, name: str, incarnation: str) -> client.ProcessStatus:
+        return client.ProcessStatus(name=name, state="working" if incarnation else "starting")
 
 
 class Fleet:
