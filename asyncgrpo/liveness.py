@@ -19,7 +19,7 @@ WAITING_EVERY_S = HEARTBEAT_S
 RECEIVER_HEARTBEAT_S = HEARTBEAT_S / 2
 """Interval of heartbeats of a weight receiver to the publisher."""
 RANK_HEARTBEAT_S = 30 * HEARTBEAT_S
-"""Interval of heartbeats of rank 0 to the other ranks, and of its log lines while a batch is not ready."""
+"""Interval of heartbeats of rank 0 to the other ranks."""
 SOCKET_HEARTBEAT_MS = int(2000 * HEARTBEAT_S)
 """Interval of ZeroMQ's pings on every connection, milliseconds."""
 PROBE_EVERY_S = 5 * HEARTBEAT_S

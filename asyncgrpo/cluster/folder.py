@@ -355,10 +355,9 @@ def keep_changed(config: Config, folder: RunFolder) -> None:
 
     A failed write is logged and does not end the run.
     """
-    text, place = to_yaml(config), folder.path / "starts"
-    last = max(place.glob("[0-9]*/files.json"), default=None)
+    text, of_starts = to_yaml(config), sorted((folder.path / "starts").glob("[0-9]*/config.yaml"))
     try:
-        for path in (folder.path / "config.yaml", *([last.with_name("config.yaml")] if last is not None else [])):
+        for path in (folder.path / "config.yaml", *of_starts[-1:]):
             replace_file(path, text.encode())
     except OSError as error:
         log.warning("the changed settings cannot be written to %s: %s", folder.path, error.strerror)

@@ -1,11 +1,9 @@
 """Batches from the buffer to rank 0, and commands from rank 0 to the other ranks.
 
 Rank 0 broadcasts a command before every collective that the other ranks have to join. Frames are those of the wire format,
-so no rank unpickles anything. While rank 0 waits for a batch it logs the reason every 30 s and raises after
-`stall_timeout_s`.
+so no rank unpickles anything. While rank 0 waits for a batch it reports the reason, and raises after `stall_timeout_s`.
 """
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -88,8 +86,6 @@ class Team:
 
 # -- from the buffer ---------------------------------------------------------------------------------------------------
 
-log = logging.getLogger(__name__)
-
 
 class Inbox:
     """Rank 0's connection to the buffer."""
@@ -138,9 +134,10 @@ class Inbox:
         self._client.send(Trained(version=version))
 
     def request_eval(self, step: int) -> None:
-        """Request an evaluation of this step. Later requests of batches name it, too, in case it is lost."""
-        self._evaluate = step
-        self._client.send(RequestEval(step=step))
+        """Request an evaluation of this step, once. Later requests of batches name it, too, in case it is lost."""
+        if self._evaluate != step:
+            self._evaluate = step
+            self._client.send(RequestEval(step=step))
 
     def give_up(self, reason: str) -> None:
         """Stop the buffer from granting leases before the last checkpoint of a failed run."""
@@ -191,7 +188,7 @@ class Inbox:
     def _request(self, request: Take | LastEvals) -> tuple[Batch | NoMore, memoryview]:
         """Send a request and wait for its reply. While the buffer is silent, one of them may be lost, so it is sent again."""
         self._client.send(request)
-        started = heard = progressed = logged = asked = self._clock()
+        started = heard = progressed = asked = self._clock()
         what = "the reply of the buffer"
         with metrics.waiting("batch"):
             while True:
@@ -218,9 +215,6 @@ class Inbox:
                 if now - max(heard, asked) >= liveness.RESEND_AFTER_S:
                     asked = now
                     self._client.send(request)
-                if now - logged >= liveness.RANK_HEARTBEAT_S:
-                    logged = now
-                    log.warning("waiting for %s, %.0f s so far", what, now - started)
                 if now - heard > liveness.BUFFER_TIMEOUT_S:
                     raise WireError(f"the buffer did not respond for {now - heard:.0f} s")
                 if now - progressed > self._stall_timeout_s:

@@ -443,10 +443,6 @@ class Recorder:
 
 
 _OF_EVALUATION = ("version", "versions_sampled", "completions", "failures", "completion_length_mean")
-_OF_GENERATORS = (
-    *("in_touch", "places", "in_flight", "generate", "reward", "weights", "idle", "sampling", "scoring"),
-    *CoreSeconds._fields,
-)
 
 
 def figures(counters: Mapping[str, float]) -> dict[str, Any]:
@@ -456,11 +452,10 @@ def figures(counters: Mapping[str, float]) -> dict[str, Any]:
     }
     if not found:
         return {}
-    fields: dict[str, Any] = {name: int(found[name]) for name in ("max_lag", "slots", "under_way", "wanted")}
+    fields: dict[str, Any] = {name: int(found.pop(name)) for name in ("max_lag", "slots", "under_way", "wanted")}
     if "ready_seconds" in found:
-        fields["ready_seconds"] = found["ready_seconds"]
-    generators = {name: found[name] for name in _OF_GENERATORS if name in found}
-    return fields | ({"generators": generators} if generators else {})
+        fields["ready_seconds"] = found.pop("ready_seconds")
+    return fields | ({"generators": found} if found else {})
 
 
 _REPORTED = {"groups_dropped_": "dropped", "filtered_": "filtered", "completions_": "discarded"}

@@ -191,11 +191,7 @@ def lag_of(group: Group, version: PolicyVersion) -> int:
     return version.number - group.versions[0].number
 
 
-_OF_REPORT = (
-    *("loss", "grad_norm", "lr", "entropy", "clip_ratio", "importance_mean", "importance_capped", "kl_reference"),
-    *("logprob_gap_mean", "logprob_gap_max", "zero_signal_groups", "signal_share", "malformed_logprobs", "value_loss"),
-    *("diagnostics", "skipped", "zero_gradients", "tokens_trained"),
-)
+_NOT_IN_EVENT = frozenset({"shares_within", "group_size", "advantages", "seconds"})
 
 
 def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport, success: float) -> dict[str, Any]:
@@ -213,7 +209,7 @@ def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport,
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "reward_max": float(rewards.max()),
-        **{name: getattr(report, name) for name in _OF_REPORT},
+        **{name: value for name, value in vars(report).items() if name not in _NOT_IN_EVENT},
         "lags": {str(lag): count for lag, count in sorted(lags.items())},
         "completions": len(rollouts),
         "completion_length_mean": float(np.mean(lengths)),

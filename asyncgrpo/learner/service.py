@@ -92,7 +92,6 @@ class LearnerService:
         self.progress = LoopProgress()
         self._clock = PhaseClock()
         self._stall_reported_s = 0.0
-        self._evaluated = -1
         self._writer: Executor = ThreadPoolExecutor(1)
         self._saving: _Saving | None = None
         self._saved_step: int | None = None  # of the checkpoint that this start resumed from or wrote last
@@ -224,8 +223,7 @@ class LearnerService:
             self.recorder.sync(publication)
 
     def _evaluate(self) -> None:
-        if self.config.data.eval is not None and self._evaluated != self.step:
-            self._evaluated = self.step
+        if self.config.data.eval is not None:
             self.inbox.request_eval(self.step)
 
     def _try_checkpoint(self) -> None:

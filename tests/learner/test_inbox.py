@@ -110,6 +110,7 @@ def test_a_lost_snapshot_is_asked_for_again_and_a_second_one_is_not_taken_for_th
 def test_a_request_for_an_evaluation_that_was_lost_is_in_the_requests_that_follow():
     inbox, _ = inbox_of(line := Lossy())
     inbox.request_eval(3)
+    inbox.request_eval(3)  # once
     inbox.take(AT, {})
     assert line.sent[1:] == [Take(version=AT, evaluate=3)] * 2
 
