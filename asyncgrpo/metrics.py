@@ -345,17 +345,6 @@ def registry(*roles: Role) -> prometheus.CollectorRegistry:
     return collected
 
 
-def exposition(*roles: Role) -> str:
-    """Return the present export of `serve` in Prometheus' text format."""
-    return prometheus.generate_latest(registry(*roles)).decode()
-
-
-def names() -> set[str]:
-    """Return every time series name that a query may use, histogram suffixes included."""
-    families = registry(*ROLES).collect()  # without samples where labels are users' own names
-    return {name for family in families for name in ({s.name for s in family.samples} or {family.name})}
-
-
 class _Processes(Collector):
     """Memory and open files of this process and of its descendants: engines, reward workers, Ray.
 

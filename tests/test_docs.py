@@ -19,12 +19,12 @@ import typer
 import yaml
 from msgspec import inspect
 
-from asyncgrpo import metrics
 from asyncgrpo.cli import app
 from asyncgrpo.config.explain import knobs, sections, type_in_words, value_in_words
 from asyncgrpo.config.foreign_rules import VERL
 from asyncgrpo.recording.events import KINDS, Kind
 from asyncgrpo.wire import codec
+from tests import scrape
 from tests.cli.test_printed_commands import take
 from tests.simulation.mutants import MUTANTS
 from tests.test_imports import LAYERS
@@ -220,7 +220,7 @@ def members_of(name: str) -> set[str]:
 
 def unknown_metrics(text: str) -> list[str]:
     names = {name for code in code_of(text) for name in re.findall(r"\basyncgrpo_[a-z_]+\b", code)}
-    exported = metrics.names() | {name.removesuffix("_count") for name in metrics.names()}  # a histogram has no sample
+    exported = scrape.names() | {name.removesuffix("_count") for name in scrape.names()}  # a histogram has no sample
     return sorted(names - exported - {"asyncgrpo_cpu_shims"})
 
 

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncgrpo import metrics
 from asyncgrpo.metrics import targets_path, write_targets
 from asyncgrpo.rewards.base import IN_ENVIRONMENT
+from tests.scrape import exposition
 
 DECLARED = {
     name: value for name, value in vars(metrics).items() if isinstance(value, (Counter, Gauge, Histogram, Info))
@@ -28,7 +29,7 @@ for _gauges in (metrics.STEP_GAUGES, metrics.PART_GAUGES, metrics.SOURCE_GAUGES)
 
 
 def value(name: str, module: ModuleType = metrics, **labels: str) -> float:
-    for family in text_string_to_metric_families(module.exposition(*metrics.ROLES)):
+    for family in text_string_to_metric_families(exposition(*metrics.ROLES, module=module)):
         for sample in family.samples:
             if sample.name == f"asyncgrpo_{name}" and sample.labels == labels:
                 return sample.value
@@ -39,7 +40,7 @@ def value(name: str, module: ModuleType = metrics, **labels: str) -> float:
 @pytest.mark.parametrize("role", metrics.ROLES)
 def test_promtool_finds_nothing_to_mend(role):
     done = subprocess.run(
-        ["promtool", "check", "metrics"], input=metrics.exposition(role), capture_output=True, text=True, timeout=60
+        ["promtool", "check", "metrics"], input=exposition(role), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
@@ -61,7 +62,7 @@ def test_every_metric_is_exported_by_its_name_with_a_sentence_of_help_by_its_own
     assert exported["rank"] == shared | {"asyncgrpo_devices"}, "a rank above 0 would export zeros"
     of_all = ("build", "waiting_seconds", "resident_bytes", "open_files", "processes")
     assert shared == {f"asyncgrpo_{name}" for name in of_all}
-    assert "_created" not in metrics.exposition(*metrics.ROLES)
+    assert "_created" not in exposition(*metrics.ROLES)
     for role, others in (("learner", "buffer"), ("generator", "learner"), ("buffer", "generator")):
         assert exported[role] & exported[others] <= shared | {"asyncgrpo_devices"}
 
@@ -140,7 +141,7 @@ def test_each_part_of_the_reward_and_each_source_has_a_series_and_there_are_few_
         one = f"of step {step}"
         sources = {"gsm8k": numbers | {"reward_mean": None}, one: numbers}
         metrics.observe_step({"reward_parts": {"format": 0.75, one: 1.0}, "sources": sources})
-    series = metrics.exposition("learner")
+    series = exposition("learner")
     assert series.count("asyncgrpo_reward_part_mean{") == metrics.MAX_REWARD_PARTS
     assert series.count("asyncgrpo_source_reward_mean{") == metrics.MAX_SOURCES
     assert value("reward_part_mean", part="format") == 0.75 and value("source_reward_mean", source="gsm8k") == 0.5

@@ -39,7 +39,7 @@ from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
 from asyncgrpo.guests import split_spec
 from asyncgrpo.host import CoreClock, has_gpu, importing
-from asyncgrpo.journal.history import FORMAT, RunStarted
+from asyncgrpo.journal.history import RunStarted
 from asyncgrpo.learner.checkpoints import RunState, read_state
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
@@ -300,7 +300,6 @@ def _recovered_buffer(
     if state is not None:
         source.restore(msgspec.convert(state.prompts, PromptState))
     run_started = RunStarted(
-        format=FORMAT,
         lineage=setup.lineage,
         parent=PolicyVersion(state.lineage, state.step) if state is not None else None,
         compatibility_key=compatibility_key_of(config, sampling, source.state().fingerprint),

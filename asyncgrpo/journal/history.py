@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 MAGIC = b"\xa6AGJ"
 _LENGTHS = struct.Struct("<II")
 _FRAME_BYTES = len(MAGIC) + _LENGTHS.size + DIGEST_BYTES
-FORMAT = 1
 
 
 class _RecordBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
@@ -52,7 +51,6 @@ class _RecordBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RunStarted(_RecordBase, frozen=True):
     """A start of the run: the first record of every segment, so that a segment can be read alone."""
 
-    format: int
     lineage: int
     parent: PolicyVersion | None
     """Checkpoint that it resumed from, by lineage and step; None: it began with the model's folder."""

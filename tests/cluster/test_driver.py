@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from asyncgrpo import metrics
 from asyncgrpo.cluster import run as run_module
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.run import Run
@@ -23,6 +22,7 @@ from asyncgrpo.metrics import targets_path
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.types import Sampling
 from asyncgrpo.wire.sockets import Server
+from tests import scrape
 
 
 class Core:
@@ -232,7 +232,7 @@ def test_every_run_has_keys_a_metric_of_its_disk_and_metrics_leave_loopback_with
     assert (setup.metrics_token is None) == (bind == "127.0.0.1")
     Server(bind, setup.keys).close()
     usage.free = 7
-    assert "asyncgrpo_disk_free_bytes 7.0\n" in metrics.exposition("driver"), "as it is at each scrape"
+    assert "asyncgrpo_disk_free_bytes 7.0\n" in scrape.exposition("driver"), "as it is at each scrape"
 
 
 def test_the_number_of_steps_follows_from_the_prompts_that_are_left():

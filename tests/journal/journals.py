@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.journal import history
-from asyncgrpo.journal.history import FORMAT, Delivered, History, RunStarted, read_history, repair
+from asyncgrpo.journal.history import Delivered, History, RunStarted, read_history, repair
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver
@@ -19,7 +19,7 @@ def prompts_at(frontier: int, *beyond: int) -> PromptState:
 
 
 def began(lineage: int = 1, parent: PolicyVersion | None = None, **fields: Any) -> RunStarted:
-    same = {"format": FORMAT, "compatibility_key": {"model": "m"}, "max_lag": 4, "prompts": prompts_at(0)}
+    same = {"compatibility_key": {"model": "m"}, "max_lag": 4, "prompts": prompts_at(0)}
     same |= {"config": {}, "policy": "wait"}
     return RunStarted(lineage=lineage, parent=parent, **same | fields)
 

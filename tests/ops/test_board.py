@@ -17,8 +17,8 @@ from urllib.error import HTTPError
 import pytest
 import yaml
 
-from asyncgrpo import metrics
 from asyncgrpo.metrics import MISSED, token_beside, write_targets
+from tests import scrape
 from tests.runs import wait_until
 
 OPS = Path(__file__).parents[2] / "ops"
@@ -90,7 +90,7 @@ def test_panel_says_what_it_shows_and_asks_for_metrics_that_we_export_of_the_cho
     assert panel["fieldConfig"]["defaults"]["unit"] not in ("", "none")
     assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) > 0
     for expression in (target["expr"] for target in panel["targets"]):
-        assert metric_names(expression) <= metrics.names() | RECORDED
+        assert metric_names(expression) <= scrape.names() | RECORDED
         ours = len(re.findall(r"asyncgrpo[_:]|ALERTS\{|up\{", expression))
         assert ours == expression.count('run=~"$run"') > 0
         # A label that a restart changes, such as a port, must be aggregated away: one line for each legend.
@@ -100,7 +100,7 @@ def test_panel_says_what_it_shows_and_asks_for_metrics_that_we_export_of_the_cho
 def test_boards_show_every_metric_that_we_export():
     shown = {name for panel in PANELS for target in panel.values[0]["targets"] for name in metric_names(target["expr"])}
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
-    exported = {re.sub(r"_(bucket|sum|count)$", "", name) for name in metrics.names()}
+    exported = {re.sub(r"_(bucket|sum|count)$", "", name) for name in scrape.names()}
     same_number_as_the_published_version = "asyncgrpo_learner_step"
     of_alerts = {"asyncgrpo_paused", "asyncgrpo_restarts_spent_ratio"}
     assert exported - families <= {same_number_as_the_published_version} | of_alerts

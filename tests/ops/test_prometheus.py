@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncgrpo import metrics
 from asyncgrpo.recording.health import CONDITIONS
+from tests import scrape
 
 OPS = Path(__file__).parents[2] / "ops"
 FOLDER = OPS / "prometheus"
@@ -55,7 +55,7 @@ def test_promtool_agrees(command):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
 def test_rule_asks_for_metrics_that_we_export(rule):
     asked = set(re.findall(r"asyncgrpo_\w+", rule["expr"]))
-    assert asked <= metrics.names()
+    assert asked <= scrape.names()
     recorded = set(re.findall(r"asyncgrpo:[\w:]+", rule["expr"]))
     assert recorded <= {other["record"] for other in RULES if "record" in other}
 

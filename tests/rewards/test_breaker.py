@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from asyncgrpo import metrics
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.breaker import FIRST_PROBE_S, LAST_PROBE_S, MAX_KINDS, REST, STREAK, Breaker, Tally
 from asyncgrpo.types import Prompt, RewardHealth, Score
+from tests import scrape
 from tests.rewards.stubs import OneByOne
 from tests.simulation.virtual import VirtualLoop
 
@@ -80,7 +80,7 @@ def test_while_every_call_fails_only_probes_are_made_and_what_waited_is_scored_a
     rig.judge.is_down = True
     asked = rig.ask(*range(1, 41))
     rig.wait(8.0)
-    assert rig.is_paused and metrics.exposition("generator").count("asyncgrpo_rewards_paused 1.0") == 1
+    assert rig.is_paused and scrape.exposition("generator").count("asyncgrpo_rewards_paused 1.0") == 1
     calls = len(rig.judge.calls)
     assert calls < STREAK + 12, "the others wait"
     rig.judge.is_down = False

@@ -21,7 +21,7 @@ from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.errors import AsyncGRPOError, StalledError
-from asyncgrpo.journal.history import FORMAT, RunStarted, read_history
+from asyncgrpo.journal.history import RunStarted, read_history
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.ranks import Inbox, Team
@@ -244,7 +244,6 @@ class World:
             source.restore(msgspec.convert(state.prompts, PromptState))
         assert self.disk is not None
         began = RunStarted(
-            format=FORMAT,
             lineage=self._lineage,
             parent=None if state is None else PolicyVersion(state.lineage, state.step),
             compatibility_key={},
