@@ -356,26 +356,21 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     Args:
         prompts: fingerprint of `PromptSource`.
     """
-    reward, algorithm, environment = config.reward, config.algorithm, config.environment
+    reward, algorithm, environment, teacher = config.reward, config.algorithm, config.environment, config.teacher
     specs = [*reward.files, *environment.files, *([reward.judge.file] if reward.judge.file else [])]
     files = [file for spec in specs if (file := split_spec(spec)[0]).is_file()]
     digests = [xxhash.xxh3_64_hexdigest(file.read_bytes()) for file in files]
-    more = f" {reward.judge}" if "judge" in reward.functions else ""
-    more += f" {reward.model.path}" if "model" in reward.functions else ""
-    more += f" {reward.kwargs}" if reward.kwargs else ""
-    more += "" if reward.code.score == "share" else f" {reward.code.score}"
-    more += f" {config.teacher.path or config.teacher.url} {config.teacher.top_k}" if config.teacher.is_on else ""
-    more += "" if reward.combine == "sum" else f" {reward.combine}"
-    completions = f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"
-    completions += "" if algorithm.min_completions is None else f", {algorithm.min_completions} or more"
-    if played_in := environment.name or environment.tools or environment.agent:
-        completions += f", {environment.max_turns} turns in {played_in}"
+    scores = (reward.functions, reward.weights, reward.combine, reward.kwargs, reward.code.score, digests)
     return {
-        "prompts": prompts + ("" if config.data.curriculum == "none" else f" {config.data.curriculum}"),
+        "prompts": f"{prompts} {config.data.curriculum}",
         "model": config.model.path,
         "sampling": repr(sampling),
-        "completions": completions,
-        "reward": f"{reward.functions} {reward.weights} {reward.format_score} {reward.qa_score} {digests}{more}",
+        "completions": f"{algorithm.group_size} {algorithm.advantage == 'remax'} {algorithm.min_completions}",
+        "environment": f"{environment.name or environment.tools or environment.agent} {environment.max_turns}",
+        "reward": f"{scores} {reward.format_score} {reward.qa_score}",
+        "judge": str(reward.judge) if "judge" in reward.functions else "",
+        "reward model": str(reward.model.path) if "model" in reward.functions else "",
+        "teacher": f"{teacher.path or teacher.url} {teacher.top_k}" if teacher.is_on else "",
     }
 
 

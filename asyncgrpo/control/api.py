@@ -397,7 +397,7 @@ def problems_of(run_dir: Path, status: Status) -> list[Problem]:
 
 def of_status(status: Status) -> dict[str, Any]:
     """Return the fields of a `View` that the driver's status has."""
-    silent_s = {p.name: float("inf") if p.state == "lost" else p.heard_s or 0.0 for p in status.processes}
+    silent_s = {process.name: process.heard_s or 0.0 for process in status.processes}
     return {"state": status.state, "started": status.started, "silent_s": silent_s}
 
 

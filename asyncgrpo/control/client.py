@@ -84,7 +84,7 @@ The schedule goes on with the new learning rate from where it is; the bound on t
 
 
 RunState = Literal["starting", "training", "paused", "draining", "ended"]
-ProcessState = Literal["starting", "working", "leaving", "lost"]
+ProcessState = Literal["starting", "working", "leaving"]
 
 
 class ProcessStatus(Struct, frozen=True, kw_only=True):

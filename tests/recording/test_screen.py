@@ -133,7 +133,7 @@ def test_lines_of_an_evaluation_without_scores_and_of_a_publication_that_missed_
     degraded = sync(2, engines=1, left_out=["generator-1"])
     progress = Progress.of([START, sync(1), degraded])
     assert list(progress.warnings) == ["v2 -> 1 engine, 12 ms, checksum ok, without generator-1"]
-    assert line_of(degraded, progress) == f"warning: {progress.warnings[-1]}" and progress.num_bad_syncs == 0
+    assert line_of(degraded, progress) == f"warning: {progress.warnings[-1]}"
     assert line_of(sync(1), progress) is None
 
 
@@ -148,9 +148,9 @@ def test_large_numbers_are_printed_shortly(tmp_path):
 
 def test_the_page_warns_of_restarts_reward_failures_stalls_and_bad_syncs():
     stall = of("stall", what="batch", seconds=61.2)
-    text = page([START, of("restart", reason="signal 9"), stall, sync(3, checksum="mismatch")])
+    text = page([START, of("restart", reason="signal 9"), stall, sync(3, left_out=["generator-1"])])
     assert "restarted generator-0: signal 9" in text and "waiting for batch for 61 s" in text
-    assert "v3 -> 2 engines, 12 ms, checksum mismatch" in text
+    assert "v3 -> 2 engines, 12 ms, checksum ok, without generator-1" in text
     assert "step 1: reward failures: crash 1, timeout 2" in page([START, step(1, failures={"timeout": 2, "crash": 1})])
 
 
@@ -279,7 +279,7 @@ def test_the_summary_says_what_the_run_did():
     assert rows["eval"] == "0.450"
     assert rows["tokens"] == "2,400 generated = 1,900 trained + 7 dropped (failed 2, stale 5) + 493 waiting"
     assert rows["lag"] == "mean 1.50, p50 2, p90 2, max 2 steps"
-    assert rows["weight syncs"] == "20 of 20 proved by checksum"
+    assert rows["weight syncs"] == "20, each proved by checksum"
     assert rows["log-prob gap"] == "max 2e-05 nats between learner and engine"
     assert rows["learner"] == "waiting for data 25%, training 70%, publishing 5%"
     assert rows["checkpoint"] == "runs/demo/checkpoints/20 (step 20)"
@@ -338,10 +338,10 @@ def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary_unless_somethin
 def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run_bad_syncs_and_restarts():
     first = step(1, filtered={"all_equal_low": 3}, tokens={"generated": 1600, "trained": 100, "filtered": 1500})
     end = END | {"filtered": {"all_equal_high": 1, "all_equal_low": 1}}
-    events = [START, first, sync(1), sync(2, checksum="mismatch"), of("restart", reason="signal 9"), end]
+    events = [START, first, sync(1), sync(2), of("restart", reason="signal 9"), end]
     text = summary(Progress.of(events))
     assert "5 groups without signal: all_equal_high 1, all_equal_low 4" in text and "1,500 filtered" in text
-    assert "1 of 2 proved by checksum" in text and "restarts      1" in text
+    assert "2, each proved by checksum" in text and "restarts      1" in text
     assert "2 groups without signal" in summary(Progress.of([START, end])), "also when no step could be made"
 
 

@@ -31,8 +31,7 @@ function stops(status, events) {
       : `groups ready; each waits ${figure(events.mean("ready_seconds"), 1)} s`},
     {name: "learner", count: last.lags ? groupsOf(last) : null, mood: wait ? "waits" : "busy",
       below: wait ? `waits for ${wait[0]}, ${figure(wait[1], 0)} s` : `groups in step ${status.step + 1}`},
-    {name: "weights", count: events.sync ? `v${events.sync.version.split(".").at(-1)}` : null,
-      mood: events.sync && events.sync.checksum !== "ok" ? "waits" : "",
+    {name: "weights", count: events.sync ? `v${events.sync.version.split(".").at(-1)}` : null, mood: "",
       below: events.sync ? `at ${events.sync.engines} generators in ${figure(events.sync.ms, 0)} ms` : ""},
   ];
 }
