@@ -30,7 +30,7 @@ from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.guests import split_spec
 from asyncgrpo.host import entries, replace_file
-from asyncgrpo.learner.checkpoints import Checkpoints, read_state
+from asyncgrpo.learner.checkpoints import Checkpoints, read_state, refused_as
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.scratch import is_unheld
 
@@ -52,11 +52,9 @@ class RunFolder:
         Raises:
             CheckpointError: another process holds the lock, or the folder cannot be written.
         """
-        try:
+        with refused_as(f"run.out {self.path} cannot be written"):
             self.path.mkdir(0o700, parents=True, exist_ok=True)
             self._descriptor = hold(self.path / ".lock", 0.0, self._held)
-        except OSError as error:
-            raise CheckpointError(f"run.out {self.path} cannot be written: {error.strerror}") from error
 
     @property
     def _held(self) -> str:
@@ -108,10 +106,8 @@ class RunFolder:
         Raises CheckpointError.
         """
         lineage, path = self.lineage + 1, self.path / "lineage"
-        try:
+        with refused_as(f"{path} cannot be written"):
             replace_file(path, str(lineage).encode(), is_durable=True)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
         return lineage
 
     def checkpoint(self) -> Path | None:
@@ -337,14 +333,12 @@ def look(config: Config, folder: RunFolder) -> Standing:
 def record(config: Config, folder: RunFolder, standing: Standing) -> None:
     """Write the configuration of this start and an event for each change. Raises CheckpointError."""
     text, place = to_yaml(config), folder.path / "starts" / f"{folder.lineage + 1:04d}"
-    try:
+    with refused_as(f"the configuration of this start cannot be written to {place}"):
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.yaml").write_text(text, encoding="utf-8")
         sources = msgspec.json.format(msgspec.json.encode(standing.settings.sources))
         replace_file(place / "files.json", sources)  # last: a start without it does not count
         (folder.path / "config.yaml").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"the configuration of this start cannot be written to {place}: {error}") from error
     events = EventLog(folder.path / "metrics.jsonl")
     for change in standing.changes:
         events.write("changed", key=change.key, before=change.before, now=change.now, effect="applied")

@@ -9,7 +9,8 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ from asyncgrpo.errors import CheckpointError
 from asyncgrpo.host import entries, sync
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def refused_as(sentence: str) -> Iterator[None]:
+    """Raise CheckpointError with this sentence and the reason if the disk refuses what the block does."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{sentence}: {error.strerror or error}") from error
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,17 +64,15 @@ class Checkpoints:
             CheckpointError: the disk refused.
         """
         temporary = self._folder / f".step_{state.step:06d}.tmp"
-        try:
+        with refused_as(f"cannot write checkpoint {temporary}"):
             for left_over in self._folder.glob(".step_*"):  # of a start that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot write checkpoint {temporary}: {error}") from error
         return partial(self._finish, state, temporary, fill(temporary))
 
     def _finish(self, state: RunState, temporary: Path, wait: Callable[[], None]) -> Path:
         final, replaced = self._folder / f"step_{state.step:06d}", temporary.with_suffix(".old")
-        try:
+        with refused_as(f"cannot write checkpoint {final}"):
             _complete(temporary, state, wait)
             check_owner(self._folder.parent, state.lineage)
             if final.exists():  # an earlier attempt at the same step
@@ -72,8 +80,6 @@ class Checkpoints:
             os.rename(temporary, final)
             sync(self._folder)
             shutil.rmtree(replaced, ignore_errors=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
         for old in self.all()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
@@ -84,10 +90,8 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Return all checkpoints, the newest last. Raises CheckpointError."""
-        try:
+        with refused_as(f"{self._folder} cannot be read"):
             found = {path.name[5:]: path for path in entries(self._folder) if path.match("step_*") and path.is_dir()}
-        except OSError as error:
-            raise CheckpointError(f"{self._folder} cannot be read: {error.strerror}") from error
         return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
 
 

@@ -365,41 +365,38 @@ def _loading(path: str, key: str = "model.path") -> Iterator[None]:
 
 def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int, key: str) -> None:
     """Raise ConfigError for a model whose attention or head the learner does not support, or that cannot be published."""
+    for difference in _differences(model, longest):
+        raise ConfigError(f"{key} ({path}) {difference}")
+
+
+def _differences(model: PreTrainedModel, longest: int) -> Iterator[str]:
     settings = model.config.get_text_config()
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     if has_sinks or getattr(settings, "attn_logit_softcapping", None):
-        raise ConfigError(
-            f"{key} ({path}) is a {settings.model_type}, whose attention{' sinks' * has_sinks} the learner does not support"
-        )
+        yield f"is a {settings.model_type}, whose attention{' sinks' * has_sinks} the learner does not support"
     window = getattr(settings, "sliding_window", None)
     kinds = getattr(settings, "layer_types", None) or ["sliding_attention"]
     others = set(kinds) - {"full_attention", "sliding_attention"}
     if others or model._is_stateful:
-        raise ConfigError(
-            f"{key} ({path}) has layers of {', '.join(sorted(others)) or 'recurrence'}, in which packed completions would "
-            "not be separate"
-        )
+        layers = ", ".join(sorted(others)) or "recurrence"
+        yield f"has layers of {layers}, in which packed completions would not be separate"
     if not model._supports_attention_backend:  # it would ignore `attention.install`, and completions see each other
-        raise ConfigError(
-            f"{key} ({path}) is a {settings.model_type}, whose attention transformers does not let the learner replace"
-        )
+        yield f"is a {settings.model_type}, whose attention transformers does not let the learner replace"
     slides = getattr(settings, "use_sliding_window", True) and "sliding_attention" in kinds
     if window is not None and slides and window < longest:
-        raise ConfigError(
-            f"{key} ({path}) attends to {window} tokens in some layers, but prompt and completion may have "
-            f"{longest} (data.max_prompt_tokens + sampling.max_tokens), and the learner does not support sliding windows"
+        yield (
+            f"attends to {window} tokens in some layers, but prompt and completion may have {longest} "
+            "(data.max_prompt_tokens + sampling.max_tokens), and the learner does not support sliding windows"
         )
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ConfigError(f"{key} ({path}) has a head with a bias, which the learner does not support")
+        yield "has a head with a bias, which the learner does not support"
     for field in LOGIT_TRANSFORMS:
         if getattr(settings, field, None) not in (None, 1, 1.0):
-            raise ConfigError(f"{key} ({path}) sets {field}, which the learner's log-probs do not apply")
+            yield f"sets {field}, which the learner's log-probs do not apply"
     try:
         disk_tensors(model)
     except ValueError as error:
-        raise ConfigError(
-            f"{key} ({path}) is a {settings.model_type}, which can be trained but not published: {error}"
-        ) from error
+        yield f"is a {settings.model_type}, which can be trained but not published: {error}"
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreTrainedModel:

@@ -21,8 +21,8 @@ import msgspec
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.errors import CheckpointError
 from asyncgrpo.host import CoreClock, CoreSeconds
+from asyncgrpo.learner.checkpoints import refused_as
 from asyncgrpo.learner.report import StepReport, lag_of, step_fields
 from asyncgrpo.recording.events import Event, EventLog, is_undone, read_events
 from asyncgrpo.recording.health import limit_of
@@ -259,12 +259,8 @@ class Recorder:
         Raises:
             CheckpointError: the disk refuses events. After a crash those of the steps before the checkpoint would be missing.
         """
-        try:
+        with refused_as(f"no checkpoint while {self.events.path} cannot be written"):
             num_bytes = self.events.sync()
-        except OSError as error:
-            raise CheckpointError(
-                f"no checkpoint while {self.events.path} cannot be written: {error.strerror}"
-            ) from error
         return msgspec.to_builtins(Recorded(num_bytes=num_bytes, reported=self._reported, watched=self._watch))
 
     def resume(self, step: int, totals: dict[str, float], record: Mapping[str, Any] | None = None) -> None:

@@ -276,21 +276,9 @@ log = logging.getLogger(__name__)
 _STEP_EVENTS = frozenset({"step", "eval", "checkpoint"})
 
 
-def _plain(value: Any) -> Any:
-    """Convert a scalar of numpy or torch to a Python number, and a path to text."""
-    if hasattr(value, "item"):
-        return value.item()
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    raise NotImplementedError(f"an event cannot hold a {type(value).__name__}")
-
-
-_encoder = msgspec.json.Encoder(enc_hook=_plain)
-
-
 def as_written(event: Event) -> Event:
     """Return the event as `read_events` will: plain values, and null for numbers that are not finite."""
-    return msgspec.json.decode(_encoder.encode(event))
+    return msgspec.json.decode(msgspec.json.encode(event))
 
 
 class EventLog:
@@ -319,7 +307,7 @@ class EventLog:
         assert not (missing := kind.needed - fields.keys()), f"event {event!r} lacks {sorted(missing)}"
         assert not (extra := fields.keys() - kind.fields.keys()), f"event {event!r} has undeclared {sorted(extra)}"
         record = {"event": event, "time": self._clock(), **fields}
-        self._unwritten += _encoder.encode(record) + b"\n"
+        self._unwritten += msgspec.json.encode(record) + b"\n"
         try:
             self._flush()
         except OSError as error:
