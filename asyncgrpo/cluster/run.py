@@ -246,21 +246,12 @@ class Run:
         while not self._teachers.all_serve:
             while_starting()
             time.sleep(POLL_S)
-        if ready.recovered:
-            counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
+        if recovered := ready.about["recovered"]:
+            counts = ", ".join(f"{count} {what}" for what, count in sorted(recovered.items()))
             self._report(f"untrained groups of earlier starts: {counts}")
-        self._steering.steps = ready.steps
-        core.run(
-            {
-                "run": self._folder.path.name,
-                "sizes": self._sizes,
-                "steps": ready.steps,
-                "prompts": ready.prompts,
-                "gpus": cluster_gpus(),
-                "data_schema": ready.schema,
-                "recovered": ready.recovered,
-            }
-        )
+        self._steering.steps = ready.about["steps"]
+        about = {"run": self._folder.path.name, "sizes": self._sizes, "gpus": cluster_gpus()}
+        core.run(about | ready.about)
         fleet.work_for(core, core.endpoints if chaos is None else chaos.route(core.endpoints))
         is_draining = False
         while (status := core.status()) is None:

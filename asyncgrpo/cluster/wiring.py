@@ -101,12 +101,8 @@ class BufferReady:
 
     endpoint: str
     metrics_address: tuple[str, int]
-    prompts: int
-    schema: str
-    steps: int | None
-    """Upper bound of the optimizer steps until every epoch is done; filtered groups make no step. None: unlimited."""
-    recovered: dict[str, int]
-    """Untrained groups of earlier starts: the number that is `ready`, and the others by reason."""
+    about: dict[str, Any]
+    """Its fields of the `start` event: `prompts`, `data_schema`, `steps` and `recovered`."""
 
 
 @dataclass(frozen=True)
@@ -261,14 +257,9 @@ class BufferActor:
             reward_has_worked=setup.reward_has_worked,
             emit=EventLog(setup.run_dir / "metrics.jsonl").write,
         )
-        return BufferReady(
-            endpoint=server.endpoint,
-            metrics_address=metrics_address,
-            prompts=len(train),
-            schema=train.schema,
-            steps=steps_at_most(config, buffer.prompts, 0 if state is None else state.step),
-            recovered=recovered,
-        )
+        steps = steps_at_most(config, buffer.prompts, 0 if state is None else state.step)
+        about = {"prompts": len(train), "data_schema": train.schema, "steps": steps, "recovered": recovered}
+        return BufferReady(server.endpoint, metrics_address, about)
 
     def run(self) -> None:
         assert self._service is not None, "start comes first"
@@ -281,7 +272,10 @@ class BufferActor:
 def _recovered_buffer(
     setup: Setup, state: RunState | None, prompts: Prompts, sampling: Sampling, images: Images | None
 ) -> tuple[Buffer, dict[str, int]]:
-    """Restore the buffer from checkpoint and journal; return it with the counts of recovered groups (`BufferReady`)."""
+    """Restore the buffer from checkpoint and journal.
+
+    Returns the buffer, and the untrained groups of earlier starts: the number that is `ready`, and the others by reason.
+    """
     config = setup.config
     source = PromptSource(
         prompts,
@@ -326,7 +320,9 @@ def _recovered_buffer(
 
 
 def steps_at_most(config: Config, prompts: PromptSource, step: int) -> int | None:
-    """Return the optimizer steps until every epoch or `run.steps` is done; None: unlimited.
+    """Return the most optimizer steps until every epoch or `run.steps` is done; None: unlimited.
+
+    Filtered groups make no step.
 
     Args:
         prompts: of a start that goes on after `step`. Earlier steps may have had more or fewer groups.
