@@ -613,13 +613,9 @@ class Teachers(Supervised):
         """
         self._addresses: dict[int, tuple[str, int]] = {}
         self._start_due()
-        try:
-            references = {self._name(index): teacher.address for index, teacher in self._running.items()}
-            for index, found in enumerate(results(references, while_waiting=self._watch.listen)):
-                self._has_started(index, found)
-        except BaseException:
-            self.end()
-            raise
+        references = {self._name(index): teacher.address for index, teacher in self._running.items()}
+        for index, found in enumerate(results(references, while_waiting=self._watch.listen)):
+            self._has_started(index, found)
 
     @property
     def urls(self) -> dict[str, str]:

@@ -471,7 +471,8 @@ class Placement:
         counts = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0.0), "resources": others}
         return counts | {"max_restarts": 0, "scheduling_strategy": strategy}
 
-    def release(self) -> None:
+    def close(self) -> None:
+        """Release all bundles."""
         for index in list(self._added):
             self.release_generator(index)
         if self._group is not None:

@@ -19,7 +19,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -97,14 +97,10 @@ class Run:
         config, before = self._config, self._folder.checkpoint()
         with ray_session_of(config):
             self._config = config = decide_device(config)
-            # It may wait for GPUs: a signal ends it at once.
+            # Ours comes after the SIGTERM handler that Ray sets, and after the wait for GPUs, which a signal ends at once.
             placement = self._placement = Placement(config, learner_on_gpu=uses_cuda(config))
-            try:
-                # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
-                with _on_signals(self._stop, self._ask_to_stop):
-                    return self._supervise(before)
-            finally:
-                placement.release()
+            with closing(placement), _on_signals(self._stop, self._ask_to_stop):
+                return self._supervise(before)
 
     def _supervise(self, before: Path | None) -> str:
         """Run to the end, and write the `end` event and the targets for Prometheus. Returns `done` or `drained`.
@@ -127,6 +123,8 @@ class Run:
             reason, step = str(error), self._step_so_far()
             if self._folder.checkpoint() not in (before, None):
                 reason += f"; checkpoint of step {step} written; the same command goes on from there"
+            # The command prints the sentence; the log has the traceback.
+            log.info("run failed: %s", reason, exc_info=error.__cause__)
             self._events.write("end", status="failed", step=step, reason=reason)
             raise AsyncGRPOError(reason) from error
         finally:
@@ -138,47 +136,39 @@ class Run:
         config, placement, keys = self._config, self._placement, Keys.make()
         host = host_of(config)
         metrics_token = self._serve_metrics(host)
-        watch = self._watch = Watch(config.cluster.bind, keys, host=host)
-        setup = Setup(
-            config=config,
-            run_dir=self._folder.path,
-            lineage=self._folder.next_lineage(),
-            checkpoint=self._folder.checkpoint(),
-            keys=keys,
-            metrics_token=metrics_token,
-            watch_endpoint=watch.endpoint,
-            teacher_key=secrets.token_urlsafe(32),
-            start_with=config.generators.count,
-        )
-        supervision, export = (placement, watch, self._events), self._export_from
-        teachers = Teachers(setup, *supervision, count=len(config.teacher.own), on_address=export)
-        teachers.start()
-        setup = replace(setup, teacher_urls=teachers.urls)
-        self._teachers = teachers
-        fleet = self._fleet = Fleet(setup, *supervision, count=config.generators.count, on_address=export)
-        steering = self._steering = Steering(
-            config, self._given, self._folder, self._events, fleet, watch, drain=self._ask_to_stop, gpus=cluster_gpus()
-        )
-        if self._plan is not None:
-            self._chaos = Chaos(self._plan, watch, fleet, self._events)
-        try:
-            with serving(steering, self._folder.path, config.control) as url:
-                if url is not None:
-                    metrics.page_info.info({"url": url})
-                    folder = shlex.quote(os.path.relpath(self._folder.path))
-                    self._report(f"watch it with `asyncgrpo top {folder}`, or in a browser: `asyncgrpo page {folder}`")
-                self._report("the buffer, the learner and the engines are starting")
-                return self._run_cores(setup)
-        except AsyncGRPOError as error:
-            # The command prints the sentence; the log has the traceback.
-            log.info("run failed: %s", error, exc_info=error.__cause__)
-            raise
-        finally:
-            steering.end()
-            if self._chaos is not None:
-                self._chaos.end()
-            teachers.end()
-            watch.close()
+        with ExitStack() as ends:
+            watch = self._watch = Watch(config.cluster.bind, keys, host=host)
+            ends.callback(watch.close)
+            setup = Setup(
+                config=config,
+                run_dir=self._folder.path,
+                lineage=self._folder.next_lineage(),
+                checkpoint=self._folder.checkpoint(),
+                keys=keys,
+                metrics_token=metrics_token,
+                watch_endpoint=watch.endpoint,
+                teacher_key=secrets.token_urlsafe(32),
+                start_with=config.generators.count,
+            )
+            supervision, export = (placement, watch, self._events), self._export_from
+            self._teachers = Teachers(setup, *supervision, count=len(config.teacher.own), on_address=export)
+            ends.callback(self._teachers.end)
+            self._teachers.start()
+            setup = replace(setup, teacher_urls=self._teachers.urls)
+            fleet = self._fleet = Fleet(setup, *supervision, count=config.generators.count, on_address=export)
+            if self._plan is not None:
+                self._chaos = Chaos(self._plan, watch, fleet, self._events)
+                ends.callback(self._chaos.end)
+            of_run, gpus = (config, self._given, self._folder, self._events), cluster_gpus()
+            steering = self._steering = Steering(*of_run, fleet, watch, drain=self._ask_to_stop, gpus=gpus)
+            ends.callback(steering.end)
+            url = ends.enter_context(serving(steering, self._folder.path, config.control))
+            if url is not None:
+                metrics.page_info.info({"url": url})
+                folder = shlex.quote(os.path.relpath(self._folder.path))
+                self._report(f"watch it with `asyncgrpo top {folder}`, or in a browser: `asyncgrpo page {folder}`")
+            self._report("the buffer, the learner and the engines are starting")
+            return self._run_cores(setup)
 
     def _run_cores(self, setup: Setup) -> str:
         """Train with one core until it is lost, then with the next. Generators live on. Returns how training ended."""
@@ -373,13 +363,10 @@ def in_generator(config: Config, work: Callable[[Config], Iterator[Found]]) -> I
     config = with_absolute_paths(config)
     with ray_session_of(config):
         config = decide_device(config)
-        placement = Placement(config, learner_on_gpu=uses_cuda(config))
-        try:
+        with closing(Placement(config, learner_on_gpu=uses_cuda(config))) as placement:
             actor = ray.remote(_Alone).options(**placement.generator(0)).remote(environment_to_share())
             try:
                 for reference in actor.work.options(num_returns="streaming").remote(work, config):
                     yield result(reference, "generator-0")
             finally:
                 ray.kill(actor)  # the session may outlive it
-        finally:
-            placement.release()

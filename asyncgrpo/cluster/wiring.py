@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
@@ -263,10 +263,8 @@ class BufferActor:
 
     def run(self) -> None:
         assert self._service is not None, "start comes first"
-        try:
+        with closing(self._eval_samples):
             self._service.run()
-        finally:
-            self._eval_samples.close()
 
 
 def _recovered_buffer(

@@ -496,9 +496,6 @@ def repair(history: History) -> None:
 
 def cut(path: Path, num_bytes: int) -> None:
     """Truncate a file to `num_bytes` and sync it, so that a crash does not restore the rest. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, num_bytes)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(path, "r+b") as file:
+        file.truncate(num_bytes)
+        os.fsync(file.fileno())

@@ -32,40 +32,28 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step over all its updates and all ranks; log-probs in nats.
+    """One step over all its updates and all ranks. `recording/events.py` has the meaning of the fields of its event.
 
     Means are over the trained tokens. If completions of advantage 0 are not run, ratios, effective sample shares, rejections
     and the gap are over the tokens that are run, because they need the learner's log-probs.
     """
 
     skipped: str | None
-    """Reason of the last skipped update; None if no update was skipped."""
     zero_gradients: int
-    """Updates left out because their gradient was exactly 0."""
     loss: float
-    """Minimised objective: surrogate, penalties and entropy; mean over the updates."""
     grad_norm: float
-    """Largest gradient norm of the updates, before clipping."""
     lr: float
-    """Learning rate of the last update."""
     entropy: float
-    """Mean entropy. A token that is not run counts with the engine's -log-prob, a one-sample estimate."""
     clip_ratio: float
-    """Share of tokens whose gradient the surrogate's clip removed."""
     importance_mean: float
-    """Mean of proximal / behaviour policy before any correction, for every anchor. With several updates and without a
-    scoring pass at the start of the step, the weights of each update of the first pass stand in for the proximal policy."""
+    """Before any correction, for every anchor. With several updates and without a scoring pass at the start of the step, the
+    weights of each update of the first pass stand in for the proximal policy."""
     importance_capped: float
-    """Share of tokens above the upper bound of the first importance correction."""
     shares_within: dict[int, float]
     """Effective sample share of the completions up to each lag; the largest lag is that of the oldest token."""
     kl_reference: float | None
-    """Mean estimate of the KL to the reference; None without a reference model."""
     value_loss: float | None
-    """Mean loss of the critic; None without a critic."""
     logprob_gap_mean: float | None
-    """Mean |learner - generator| log-prob on tokens that the same weights sampled: the mismatch of their kernels.
-    None without such tokens."""
     logprob_gap_max: float | None
     diagnostics: dict[str, float]
     """Report of `algorithms.diagnostics` on ratios, updates, rejections and lags, all before rejection."""
@@ -73,12 +61,8 @@ class StepReport:
     """Sampled completions per group. Completions from this index on are greedy baselines."""
     tokens_trained: int
     malformed_logprobs: int
-    """Completions left out for a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
     zero_signal_groups: int
-    """Groups with one reward, after shaping, for all completions, greedy ones included, or with fewer than two; 0 with a
-    teacher or a critic."""
     signal_share: float
-    """Share of groups with a signal among groups that are solved or have a signal; mean over the minibatches."""
     advantages: dict[RolloutKey, float]
     """Advantage of every usable completion, by (group_id, index of the completion)."""
     seconds: dict[str, float]

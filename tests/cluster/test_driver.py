@@ -159,7 +159,7 @@ def test_a_run_that_gives_up_is_still_listed_so_that_monitoring_misses_it(tmp_pa
     monkeypatch.setattr(run_module, "decide_device", lambda config: config)
     monkeypatch.setattr(run_module, "uses_cuda", lambda config: False)
     monkeypatch.setattr(run_module, "check_bind_reaches", lambda *_: None)
-    monkeypatch.setattr(run_module, "Placement", lambda *_, **__: SimpleNamespace(addresses=[], release=lambda: None))
+    monkeypatch.setattr(run_module, "Placement", lambda *_, **__: SimpleNamespace(addresses=[], close=lambda: None))
     monkeypatch.setattr(Run, "_start_services", listed)
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"))
     folder = SimpleNamespace(path=tmp_path / "run", checkpoint=lambda: None)

@@ -42,7 +42,7 @@ def gpus(actors):
 def end(placement, actors):
     for actor in actors:
         ray.kill(actor)
-    placement.release()
+    placement.close()
 
 def run(*overrides, roles=("learner", "generator")):
     config, placement = placed(*overrides)
