@@ -30,7 +30,7 @@ from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.guests import split_spec
 from asyncgrpo.host import entries, replace_file
-from asyncgrpo.learner.checkpoints import Checkpoints, read_state, refused_as
+from asyncgrpo.learner.checkpoints import Checkpoints, refused_as, step_of
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.scratch import is_unheld
 
@@ -306,7 +306,7 @@ def look(config: Config, folder: RunFolder) -> Standing:
     checkpoint, status = folder.checkpoint(), folder.status()
     if checkpoint is None and status == "new":
         return Standing(None, 0, True, (), settings)
-    step, steps = read_state(checkpoint).step if checkpoint is not None else 0, config.run.steps
+    step, steps = step_of(checkpoint), config.run.steps
     # A run that was stopped after its last step still has to evaluate and to export.
     if steps is not None and (step > steps or (step == steps and status == "done")):
         raise ConfigError(

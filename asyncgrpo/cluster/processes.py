@@ -40,7 +40,7 @@ from asyncgrpo.cluster.wiring import (
 )
 from asyncgrpo.control.client import ProcessStatus
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
-from asyncgrpo.learner.checkpoints import read_state
+from asyncgrpo.learner.checkpoints import step_of
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.sockets import Client
 from asyncgrpo.wire.supervision import Drain, EndpointsChanged, GeneratorLost
@@ -67,7 +67,7 @@ class Core:
         """
         self.setup, self._placement, self._watch, self._on_address = setup, placement, watch, on_address
         # Read now: newer checkpoints replace this one during training.
-        self.first_step = read_state(setup.checkpoint).step if setup.checkpoint is not None else 0
+        self.first_step = step_of(setup.checkpoint)
         """Step of its checkpoint."""
         environment = environment_to_share()
         self._buffer = ray.remote(BufferActor).options(**placement.here()).remote(environment)

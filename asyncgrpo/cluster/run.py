@@ -44,7 +44,7 @@ from asyncgrpo.cluster.wiring import Setup, prepare_environment, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.control.api import serving
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ProcessLost, StalledError
-from asyncgrpo.learner.checkpoints import read_state
+from asyncgrpo.learner.checkpoints import step_of
 from asyncgrpo.metrics import MISSED, retire_targets_beside, token_beside, write_targets
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.sockets import Keys, is_loopback
@@ -118,9 +118,9 @@ class Run:
             if self._asked_to_stop > 1:
                 raise
             status = "drained"  # during the start of a core: nothing was trained since the last checkpoint
-            self._events.write("end", status=status, step=self._step_so_far())
+            self._events.write("end", status=status, step=step_of(self._folder.checkpoint()))
         except AsyncGRPOError as error:
-            reason, step = str(error), self._step_so_far()
+            reason, step = str(error), step_of(self._folder.checkpoint())
             if self._folder.checkpoint() not in (before, None):
                 reason += f"; checkpoint of step {step} written; the same command goes on from there"
             # The command prints the sentence; the log has the traceback.
@@ -302,10 +302,6 @@ class Run:
         else:
             self._targets[name] = address
         write_targets(self._folder.path, self._targets)
-
-    def _step_so_far(self) -> int:
-        checkpoint = self._folder.checkpoint()
-        return read_state(checkpoint).step if checkpoint is not None else 0
 
     def _ask_to_stop(self) -> None:
         """Drain the run by a command, or as its terminal closes. Repeated ones change nothing: shell and kernel send SIGHUP."""

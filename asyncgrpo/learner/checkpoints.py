@@ -116,6 +116,11 @@ def check_owner(run_dir: Path, lineage: int) -> None:
         raise CheckpointError(f"{run_dir} is owned by start {newest} of the run; this is start {lineage}")
 
 
+def step_of(checkpoint: Path | None) -> int:
+    """Return the step of a checkpoint, 0 without one. Raises CheckpointError."""
+    return read_state(checkpoint).step if checkpoint is not None else 0
+
+
 def read_state(checkpoint: Path) -> RunState:
     """Read the state of a checkpoint. Raises CheckpointError if it is missing or broken."""
     path = checkpoint / "state.json"

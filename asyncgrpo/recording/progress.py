@@ -78,8 +78,8 @@ class Progress:
     """The newest of this start, `RECENT` and one more."""
     generated_before: int = 0
     """Tokens generated before this start."""
-    rewards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_REWARDS))
-    """Steps and their mean rewards, the newest."""
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_REWARDS))
+    """Mean rewards of the newest steps."""
     first_rewards: list[float] = field(default_factory=list)
     """Mean rewards of the first five steps."""
     first_kl: float | None = None
@@ -172,10 +172,8 @@ class Progress:
         self._count_untrained(event)
         if (gap := event.get("logprob_gap_max")) is not None:
             self.largest_logprob_gap = max(gap, self.largest_logprob_gap or gap)
-        while self.rewards and self.rewards[-1][0] >= event["step"]:
-            self.rewards.pop()
         if (reward := event.get("reward_mean")) is not None:
-            self.rewards.append((event["step"], reward))
+            self.rewards.append(reward)
             if len(self.first_rewards) < _ENDS:
                 self.first_rewards.append(reward)
         if self.first_kl is None:
@@ -256,7 +254,7 @@ class Progress:
     @property
     def last_rewards(self) -> list[float]:
         """Mean rewards of the last five steps."""
-        return [reward for _, reward in list(self.rewards)[-_ENDS:]]
+        return list(self.rewards)[-_ENDS:]
 
     @property
     def elapsed_s(self) -> float:

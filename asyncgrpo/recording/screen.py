@@ -7,6 +7,7 @@ line per step if the output is a file or a pipe.
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -315,7 +316,7 @@ def panel(
     tables = []
     upper = [(name, text, "") for name, text in rows]
     if progress.rewards:
-        upper.insert(0, ("curve", curve_of([reward for _, reward in progress.rewards]), "green"))
+        upper.insert(0, ("curve", curve_of(list(progress.rewards)), "green"))
     for lines in (upper, notes):
         tables.append(table := Table.grid(padding=(0, 2)))
         table.add_column(style="dim", no_wrap=True, min_width=10)
@@ -340,15 +341,14 @@ def render(progress: Progress, now: float | None = None) -> RenderableType:
     """Return the screen of a run. The clock shows `now` (Unix seconds), or the time of the last event if it is None."""
     now = progress.updated if now is None else now
     until = (progress.updated if progress.end else now) or 0.0
-    minutes, second = divmod(int(max(0.0, until - (progress.started or 0.0))), 60)
-    hour, minute = divmod(minutes, 60)
+    elapsed = timedelta(seconds=int(max(0.0, until - (progress.started or 0.0))))
     state = "paused" if progress.is_paused else "training" if progress.steps else "starting"
     state = progress.end.get("status", "ended") if progress.end else state
     done = "" if progress.share_done is None else f"  {progress.share_done:.0%}"
     return panel(
         progress,
         f"{progress.run or 'run'}  step {position(progress.step, progress.total_steps)}",
-        f"{state}{done}  {hour}:{minute:02d}:{second:02d}",
+        f"{state}{done}  {elapsed}",
         figures(progress),
         _notes(progress, now),
         wraps=False,

@@ -162,8 +162,6 @@ def test_progress_counts_prompts_where_steps_have_no_end_and_goes_back_with_the_
     assert (rewound.step, len(rewound.steps)) == (1, 1)
     resumed = [START, step(1), sync(1), {**START, "lineage": 2, "step": 1}, step(2)]
     assert not Progress.of(resumed).syncs and Progress.of(resumed).counts["sync"] == 1, "the sync of an earlier start"
-    again = Progress.of([START, step(1), step(2), step(3), step(2, reward_mean=0.9)])
-    assert list(again.rewards) == [(1, 0.05), (2, 0.9)] and again.step == 2
     resumed = [START, step(1), step(2), {**START, "time": 9000.0}, step(3, time=9002.0), step(4, time=9004.0)]
     assert Progress.of(resumed).training_seconds == pytest.approx(8), "without the time between stop and resume"
     start, first = {**START, "generated": 10_000}, step(3, time=9002.0, tokens_generated=10_400, tokens_trained=200)
