@@ -14,7 +14,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,21 +69,22 @@ _LONGEST_FOLDER = 41
 
 
 @contextmanager
-def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1") -> Iterator[None]:
-    """Connect to the cluster at `address`, or start one here. Nested sessions share the outer one.
+def ray_session(config: Config) -> Iterator[None]:
+    """Connect to the cluster of a run, or start one here. Nested sessions share the outer one.
 
-    Args:
-        bind: `cluster.bind`. On loopback a Ray that is started here listens on loopback alone.
+    If `cluster.bind` is loopback, a Ray that is started here listens on loopback alone.
+
     Raises:
-        ConfigError: no cluster replies at `address`, or its token is missing.
+        ConfigError: no cluster replies at `cluster.ray_address`, or its token is missing.
         StalledError: Ray did not start here.
     """
     if ray.is_initialized():
         yield
         return
+    address = config.cluster.ray_address
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    if cpu_only:
+    if not config.generators.gpus_each:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Ray would warn at every start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
@@ -96,7 +97,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             ray.init(address=address, namespace="asyncgrpo", **quiet)
         else:
             scratch.tidy_at_end()  # Ray's agents would outlive a killed driver by a minute
-            if is_loopback(bind):
+            if is_loopback(config.cluster.bind):
                 _keep_on_loopback()
             _start_only_what_is_used()
             # A signal to the process group of this command, as from `timeout`, is for the driver alone.
@@ -194,13 +195,13 @@ def session_beside(work: Callable[[], T], config: Config) -> Iterator[T]:
     """
     if not warm.is_on():
         result = work()
-        with ray_session_of(config):
+        with ray_session(config):
             yield result
         return
     with ThreadPoolExecutor(1) as thread:
         working = thread.submit(work)
         try:
-            with ray_session_of(config):
+            with ray_session(config):
                 error = working.exception()
                 if error is None:
                     yield working.result()
@@ -210,12 +211,6 @@ def session_beside(work: Callable[[], T], config: Config) -> Iterator[T]:
             warm.end()  # the thread may wait for it
         if error is not None and not isinstance(error, warm.Lost):
             raise error
-
-
-def ray_session_of(config: Config) -> AbstractContextManager[None]:
-    """Return the session of a run."""
-    cluster = config.cluster
-    return ray_session(cluster.ray_address, config.generators.gpus_each == 0, bind=cluster.bind)
 
 
 def check_ray(address: str) -> None:

@@ -38,7 +38,7 @@ from asyncgrpo.cluster.nodes import (
     with_absolute_paths,
 )
 from asyncgrpo.cluster.processes import Budget, Core, Fleet, Teachers
-from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session_of, result
+from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session, result
 from asyncgrpo.cluster.steering import Steering
 from asyncgrpo.cluster.wiring import Setup, prepare_environment, uses_cuda
 from asyncgrpo.config.schema import Config
@@ -95,7 +95,7 @@ class Run:
         logs.setup("driver", None, self._folder.path)
         retire_targets_beside(self._folder.path, is_abandoned)
         config, before = self._config, self._folder.checkpoint()
-        with ray_session_of(config):
+        with ray_session(config):
             self._config = config = decide_device(config)
             # Ours comes after the SIGTERM handler that Ray sets, and after the wait for GPUs, which a signal ends at once.
             placement = self._placement = Placement(config, learner_on_gpu=uses_cuda(config))
@@ -357,7 +357,7 @@ def in_generator(config: Config, work: Callable[[Config], Iterator[Found]]) -> I
         AsyncGRPOError: the process could not be placed, or `work` raised it.
     """
     config = with_absolute_paths(config)
-    with ray_session_of(config):
+    with ray_session(config):
         config = decide_device(config)
         with closing(Placement(config, learner_on_gpu=uses_cuda(config))) as placement:
             actor = ray.remote(_Alone).options(**placement.generator(0)).remote(environment_to_share())

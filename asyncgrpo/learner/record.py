@@ -446,9 +446,8 @@ def figures(counters: Mapping[str, float]) -> dict[str, Any]:
     found = {
         name.removeprefix(OF_ONE_BATCH): value for name, value in counters.items() if name.startswith(OF_ONE_BATCH)
     }
-    if not found:
-        return {}
-    fields: dict[str, Any] = {name: int(found.pop(name)) for name in ("max_lag", "slots", "under_way", "wanted")}
+    occupancy = ("max_lag", "slots", "under_way", "wanted")
+    fields: dict[str, Any] = {name: int(found.pop(name)) for name in occupancy if name in found}
     if "ready_seconds" in found:
         fields["ready_seconds"] = found.pop("ready_seconds")
     return fields | ({"generators": found} if found else {})

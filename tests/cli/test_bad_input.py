@@ -74,7 +74,7 @@ def start(folder: Path, monkeypatch, asyncgrpo):
 
     monkeypatch.setattr("asyncgrpo.cluster.run.Run", begin)
     monkeypatch.setattr(running, "_warm_up", lambda config: None)  # the checks are made here, in this process
-    monkeypatch.setattr("asyncgrpo.cluster.ray_session.ray_session_of", lambda config: nullcontext())
+    monkeypatch.setattr("asyncgrpo.cluster.ray_session.ray_session", lambda config: nullcontext())
     monkeypatch.setattr(running, "REWARD_IMPORT_S", 0.5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -38,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
         return "drained"
 
     monkeypatch.setattr(run.Run, "execute", execute)
-    monkeypatch.setattr(ray_session, "ray_session_of", lambda config: nullcontext())
+    monkeypatch.setattr(ray_session, "ray_session", lambda config: nullcontext())
     monkeypatch.setattr(running, "_warm_up", lambda config: None)  # the checks are made here, in this process
     return started
 

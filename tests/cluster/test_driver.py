@@ -155,7 +155,7 @@ def test_a_run_that_gives_up_is_still_listed_so_that_monitoring_misses_it(tmp_pa
         run._export_from("learner-0", ("127.0.0.1", 4711))
         return how(run)
 
-    monkeypatch.setattr(run_module, "ray_session_of", lambda config: nullcontext())
+    monkeypatch.setattr(run_module, "ray_session", lambda config: nullcontext())
     monkeypatch.setattr(run_module, "decide_device", lambda config: config)
     monkeypatch.setattr(run_module, "uses_cuda", lambda config: False)
     monkeypatch.setattr(run_module, "check_bind_reaches", lambda *_: None)

@@ -14,15 +14,23 @@ from ray.exceptions import RayTaskError
 
 from asyncgrpo.cluster import ray_session as ray_session_module
 from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, session_beside
+from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, RewardError, StalledError
+
+
+def config(*settings: str) -> Config:
+    return load_config("quickstart", ["model.path=m", "data.train=t", *settings])
+
 
 PROGRAM = """
 import contextlib, os, pathlib, signal, stat, time
 import grpc, psutil, ray
 from asyncgrpo import scratch
 from asyncgrpo.cluster.ray_session import ray_session
+from asyncgrpo.config.load import load_config
 
-with ray_session(None, True):
+with ray_session(load_config("quickstart", ["model.path=m", "data.train=t"])):
     token = pathlib.Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert stat.S_IMODE(token.stat().st_mode) == 0o600, oct(token.stat().st_mode)
     assert ray.get(ray.remote(lambda: print("7") or 7).remote()) == 7
@@ -76,10 +84,11 @@ def test_a_request_without_the_token_is_refused_and_sigterm_ends_the_session_wit
 LATE = """
 from asyncgrpo import warm
 from asyncgrpo.cluster import ray_session
+from asyncgrpo.config.load import load_config
 
 warm.__file__ = "/no/such/script.py"
 ray_session.LATE_S = 1.0
-with ray_session.ray_session(None, True):
+with ray_session.ray_session(load_config("quickstart", ["model.path=m", "data.train=t"])):
     print("started")
 """
 
@@ -105,7 +114,7 @@ def test_a_cluster_that_does_not_let_us_in_is_said_with_the_way_to_its_token(mon
     monkeypatch.setattr(ray, "init", Mock(side_effect=ray.exceptions.AuthenticationError("no token")))
     with (
         pytest.raises(ConfigError, match=r"cluster\.ray_address auto: .* set RAY_AUTH_MODE=token"),
-        ray_session("auto", False),
+        ray_session(config("cluster.ray_address=auto")),
     ):
         raise AssertionError("it let us in")
 
@@ -117,7 +126,7 @@ def test_a_ray_that_does_not_start_here_is_said_with_its_logs(monkeypatch):
     monkeypatch.setattr(ray_session_module.scratch, "keep", kept := Mock())
     with (
         pytest.raises(StalledError, match=r"^Ray did not start: The .* out during startup\. Its logs are in /"),
-        ray_session(None, True),
+        ray_session(config()),
     ):
         raise AssertionError("it started")
     kept.assert_called_once()
@@ -181,7 +190,7 @@ def test_rays_logs_are_kept_where_no_process_reported_what_is_wrong(monkeypatch,
     monkeypatch.setattr(ray_session_module, "_require_token", lambda: None)
     monkeypatch.setattr(ray_session_module, "_session_folder", lambda: None)
     monkeypatch.setattr(ray_session_module.scratch, "keep", lambda: kept.append(True))
-    with pytest.raises(type(error)), ray_session(None, True):
+    with pytest.raises(type(error)), ray_session(config()):
         raise error
     assert bool(kept) is are_kept
 
@@ -203,7 +212,7 @@ def test_work_is_done_while_the_session_starts_and_if_it_fails_the_session_ends(
         return "made"
 
     fail = Mock(side_effect=ConfigError("no place for a model"))
-    monkeypatch.setattr(ray_session_module, "ray_session_of", session)
+    monkeypatch.setattr(ray_session_module, "ray_session", session)
     monkeypatch.setattr(ray_session_module.warm, "is_on", lambda: True)
     with session_beside(work, None) as made:  # type: ignore[arg-type]
         seen.append(f"inside, {made}")
@@ -228,7 +237,7 @@ def test_an_interrupt_waits_until_ray_has_started(monkeypatch, num_signals, done
     monkeypatch.setattr(ray, "init", start)
     monkeypatch.setattr(ray_session_module, "_require_token", lambda: None)
     try:
-        with pytest.raises(KeyboardInterrupt), ray_session(None, True):
+        with pytest.raises(KeyboardInterrupt), ray_session(config()):
             raise AssertionError("it goes on")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
