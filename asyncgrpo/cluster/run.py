@@ -337,10 +337,6 @@ class _Alone:
     """Actor that does one piece of work."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        """
-        Args:
-            environment: variables that the processes share with the driver.
-        """
         set_environment(environment)
 
     def work(self, work: Callable[[Config], Iterator[Found]], config: Config) -> Iterator[Found]:

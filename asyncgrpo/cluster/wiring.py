@@ -1,7 +1,8 @@
 """The roles as Ray actors. Each actor builds its service from the configuration and runs it.
 
 An actor has two methods that the driver calls: `start` prepares the process and returns its addresses, `run` blocks until
-the run is over. An error ends `run` with its exception, which the driver sees.
+the run is over. An error ends `run` with its exception, which the driver sees. `environment` has the variables that all
+processes share with the driver.
 """
 
 import asyncio
@@ -211,10 +212,6 @@ class BufferActor:
     """Owns the prompts, the leases and the ready groups."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        """
-        Args:
-            environment: variables that the processes share with the driver.
-        """
         set_environment(environment)
         self._service: BufferService | None = None
 
@@ -393,7 +390,6 @@ class GeneratorActor:
     def __init__(self, environment: dict[str, str], setup: Setup, index: int, start: int) -> None:
         """
         Args:
-            environment: variables that the processes share with the driver.
             start: number of earlier starts of this generator.
         """
         set_environment(environment)
@@ -488,10 +484,6 @@ class LearnerActor:
     """One rank of the learner."""
 
     def __init__(self, environment: dict[str, str], rank: int) -> None:
-        """
-        Args:
-            environment: variables that the processes share with the driver.
-        """
         set_environment(environment)
         self._rank = rank
         self._service: LearnerService | None = None
@@ -645,7 +637,6 @@ class TeacherActor:
     def __init__(self, environment: dict[str, str], setup: Setup, source: str, index: int, start: int) -> None:
         """
         Args:
-            environment: variables that the processes share with the driver.
             source: the data_source of the teacher.
             start: number of earlier starts of this teacher.
         """
