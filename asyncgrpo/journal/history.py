@@ -137,7 +137,7 @@ def delivered(
     """Return the record of a delivered group and its body in two parts.
 
     Args:
-        max_lag: the bound in force at its lease; None: that of the start that writes the record.
+        max_lag: the bound in force at its lease.
         head: the frame of the message, written as received; None: it is encoded here.
     """
     if head is None:
