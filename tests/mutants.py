@@ -58,7 +58,7 @@ a rank without a row runs no micro-batch
     learner/test_packing.py::test_every_answer_is_in_one_row_within_the_budget_and_ranks_run_equally_often
 a divided group loses what did not fit
     learner.packing:_divide
-    insort(left, (size - taken, group, kept)) -> pass
+    insort(left, Piece(size - taken, group, kept)) -> pass
     learner/test_packing.py::test_every_answer_is_in_one_row_within_the_budget_and_ranks_run_equally_often
 # objective and head
 the correction looks at the policy of now, not at the anchor

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -320,9 +320,8 @@ def look(config: Config, folder: RunFolder) -> Standing:
             f"run.out {config.run.out} holds a run that has trained every prompt run.epochs times ({step} steps); "
             "raise run.epochs to resume, or choose another folder"
         )
-    if checkpoint is None:  # no trained step of the previous start is left
-        found = [replace(change, refusal="") for change in found]
-    if refused := [f"{change} ({change.refusal})" for change in found if change.refusal]:
+    refused = [f"{change} ({change.refusal})" for change in found if change.refusal]
+    if refused and checkpoint is not None:  # else no trained step of the previous start is left
         raise ConfigError(
             f"run.out {config.run.out} holds a run of {step} steps, and a resume cannot change {'; nor '.join(refused)}; "
             "restore the old value to resume, or give another folder (--out, or run.out=...) for a new run"

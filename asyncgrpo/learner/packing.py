@@ -155,9 +155,11 @@ def _is_malformed(completion: Completion) -> bool:
 class Piece(NamedTuple):
     """Completions of one prompt in one row."""
 
+    tokens: int
+    """Of the prompt and of these completions."""
     group: int
     rollouts: tuple[int, ...]
-    """Indices into the lengths of that group."""
+    """Indices into the lengths of that group, longest first."""
 
 
 PackedRow = list[Piece]
@@ -167,9 +169,6 @@ _SLACK = (1.0, 1.01, 1.03, 1.1)
 
 _CANDIDATES = 4
 """Number of pieces considered for division, largest first."""
-
-_Sized = tuple[int, int, tuple[int, ...]]
-"""Tokens of a piece, its group, its completions (longest first)."""
 
 
 def rows_for_ranks(
@@ -199,7 +198,7 @@ def rows_for_ranks(
         return [[] for _ in range(world)]
     rows = _fill(prompts, rollouts, pieces, budget)
     wanted = -(-len(rows) // world) * world
-    total = sum(size for size, _, _ in pieces)
+    total = sum(piece.tokens for piece in pieces)
     for slack in _SLACK:
         capacity = min(budget, int(slack * -(-total // wanted)))
         equal = _fill(prompts, rollouts, pieces, capacity)
@@ -211,20 +210,20 @@ def rows_for_ranks(
     return [rows[rank::world] for rank in range(world)]
 
 
-def _pieces(prompts: Sequence[int], rollouts: Sequence[Sequence[int]], share_prompts: bool) -> list[_Sized]:
+def _pieces(prompts: Sequence[int], rollouts: Sequence[Sequence[int]], share_prompts: bool) -> list[Piece]:
     """Return the pieces to place into rows, smallest first."""
-    pieces: list[_Sized] = []
+    pieces: list[Piece] = []
     for group, lengths in enumerate(rollouts):
         order = sorted(range(len(lengths)), key=lambda a: -lengths[a])
         if share_prompts and order:
-            pieces.append((prompts[group] + sum(lengths), group, tuple(order)))
+            pieces.append(Piece(prompts[group] + sum(lengths), group, tuple(order)))
         else:
-            pieces += [(prompts[group] + lengths[a], group, (a,)) for a in order]
+            pieces += [Piece(prompts[group] + lengths[a], group, (a,)) for a in order]
     return sorted(pieces)
 
 
 def _fill(
-    prompts: Sequence[int], rollouts: Sequence[Sequence[int]], pieces: list[_Sized], capacity: int
+    prompts: Sequence[int], rollouts: Sequence[Sequence[int]], pieces: list[Piece], capacity: int
 ) -> list[PackedRow]:
     """Fill rows of at most `capacity` tokens: the largest piece that fits, finally a part of one that does not."""
     left = list(pieces)
@@ -237,16 +236,15 @@ def _fill(
             part = left.pop(fitting - 1) if fitting else _divide(left, prompts, rollouts, room, is_empty=not row)
             if part is None:
                 break
-            size, group, members = part
-            row.append(Piece(group, members))
-            room -= size
+            row.append(part)
+            room -= part.tokens
         rows.append(row)
     return rows
 
 
 def _divide(
-    left: list[_Sized], prompts: Sequence[int], rollouts: Sequence[Sequence[int]], room: int, *, is_empty: bool
-) -> _Sized | None:
+    left: list[Piece], prompts: Sequence[int], rollouts: Sequence[Sequence[int]], room: int, *, is_empty: bool
+) -> Piece | None:
     """Split off the completions that fit from a piece that does not; None if no completion fits.
 
     An empty row takes the longest completion of the largest piece regardless of its size.
@@ -266,15 +264,15 @@ def _divide(
         del left[index]
         if len(chosen) < len(members):
             kept = tuple(a for a in members if a not in chosen)
-            insort(left, (size - taken, group, kept))
-        return prompts[group] + taken, group, tuple(chosen)
+            insort(left, Piece(size - taken, group, kept))
+        return Piece(prompts[group] + taken, group, tuple(chosen))
     return None
 
 
 def _cost(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[int]], pair_cost: float) -> float:
     """Return the cost of a forward pass, in tokens."""
     cost = 0.0
-    for group, members in row:
+    for _, group, members in row:
         prompt = prompts[group]
         cost += prompt * (1 + pair_cost * prompt / 2)
         for a in members:

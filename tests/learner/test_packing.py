@@ -16,13 +16,13 @@ PAIR_COST = 1 / 400
 
 def tokens_of(row: PackedRow, prompts, completions) -> int:
     """Counted token by token, not as the module does it."""
-    return sum(prompts[group] + sum(completions[group][a] for a in members) for group, members in row)
+    return sum(prompts[group] + sum(completions[group][a] for a in members) for _, group, members in row)
 
 
 def pairs_of(row: PackedRow, prompts, completions) -> float:
     """Query-key pairs, half of a square for a sequence of its own."""
     pairs = 0.0
-    for group, members in row:
+    for _, group, members in row:
         pairs += prompts[group] ** 2 / 2
         pairs += sum(prompts[group] * completions[group][a] + completions[group][a] ** 2 / 2 for a in members)
     return pairs
