@@ -274,11 +274,12 @@ _UNDECLARED = Kind("An event of another release.", {"event": _must(str, "its kin
 log = logging.getLogger(__name__)
 
 _STEP_EVENTS = frozenset({"step", "eval", "checkpoint"})
+_encoder = msgspec.json.Encoder(enc_hook=lambda value: value.item())  # a number of numpy or torch must not end a run
 
 
 def as_written(event: Event) -> Event:
     """Return the event as `read_events` will: plain values, and null for numbers that are not finite."""
-    return msgspec.json.decode(msgspec.json.encode(event))
+    return msgspec.json.decode(_encoder.encode(event))
 
 
 class EventLog:
@@ -307,7 +308,7 @@ class EventLog:
         assert not (missing := kind.needed - fields.keys()), f"event {event!r} lacks {sorted(missing)}"
         assert not (extra := fields.keys() - kind.fields.keys()), f"event {event!r} has undeclared {sorted(extra)}"
         record = {"event": event, "time": self._clock(), **fields}
-        self._unwritten += msgspec.json.encode(record) + b"\n"
+        self._unwritten += _encoder.encode(record) + b"\n"
         try:
             self._flush()
         except OSError as error:

@@ -1,12 +1,13 @@
 """metrics.jsonl survives crashes, resumes and impatient readers."""
 
 import contextlib
-import math
 import os
 import resource
 import threading
 
+import numpy as np
 import pytest
+import torch
 
 from asyncgrpo.recording.events import EventLog, Follower, read_events, read_tail
 
@@ -27,11 +28,11 @@ def steps_in(path) -> list[int]:
     return [event["step"] for event in read_events(path) if event["event"] == "step"]
 
 
-def test_numbers_that_are_not_finite_are_null(path):
-    numbers = {"loss": 0.5, "entropy": math.nan, "kl_reference": math.inf}
+def test_numbers_of_numpy_and_torch_are_numbers_and_nan_is_null(path):
+    numbers = {"loss": torch.tensor(0.5), "grad_norm": np.float32(2), "entropy": np.nan, "kl_reference": torch.inf}
     EventLog(path).write("step", **step(1, **numbers))
     (event,) = read_events(path)
-    assert [event[name] for name in numbers] == [0.5, None, None]
+    assert [event[name] for name in numbers] == [0.5, 2.0, None, None]
 
 
 def test_an_unknown_event_or_a_missing_field_is_our_mistake(path):
