@@ -24,6 +24,7 @@ import json
 import logging
 import re
 import resource
+import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
@@ -45,6 +46,8 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _CHINESE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+")
 _SPELT = str.maketrans("０１２３４５６７８９％＋－−＝／．（）", "0123456789%+--=/.()") | {ord("°"): r"^\circ"}
+_SPELT |= {ord(one): f" {unicodedata.normalize('NFKC', one)}".replace("⁄", "/") for one in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[^\W\d]))")
 _SPACE = r"(?:\s|\\[ ,;:!])+"
 _THOUSANDS = re.compile(rf"(?<=\d){_SPACE}(?=\d{{3}}(?!\d))")
 _MIXED = re.compile(rf"(?<=\d){_SPACE}(\d+)/(\d+)(?!\d)")
@@ -171,9 +174,10 @@ def _tidy(text: str) -> str:
 def _spaced(text: str) -> str:
     """Replace Chinese characters and stops by spaces, so that the numbers between them are words of their own.
 
-    Full-width characters and degrees are spelt as math-verify reads them.
+    Full-width characters, degrees, roots and fractions of one character are spelt as math-verify reads them.
     """
-    return _CHINESE.sub(" ", text.replace("^°", "°").translate(_SPELT).replace("答案", " answer "))
+    spelt = _ROOT.sub(r"\\sqrt{\1\2\3}", text.replace("^°", "°").translate(_SPELT))
+    return _CHINESE.sub(" ", spelt.replace("答案", " answer "))
 
 
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------
