@@ -47,13 +47,20 @@ def text_match(completion_text: str, ground_truth: Any) -> float:
     The text in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是` must equal it. Without such a
     mark it must occur as whole words in the last line that is not empty.
     """
-    golds = [normalise(gold) for gold in _golds(ground_truth)]
+    golds = {gold: normalise(gold) for gold in _golds(ground_truth)}
     marked = _marked(completion_text)
     if marked is not None:
-        return float(normalise(marked) in golds)
-    line = normalise(_last_line(completion_text))
-    is_chinese = re.compile(r"[\u2e80-\u9fff]").search  # without spaces, so that it may occur at any place
-    return float(any(gold in line if is_chinese(gold) else f" {gold} " in f" {line} " for gold in golds if gold))
+        return float(normalise(marked) in golds.values())
+    last = _last_line(completion_text)
+    line = normalise(last)
+
+    def occurs(gold: str, plain: str) -> bool:
+        if plain in _ARTICLES:  # the answer A, as it is written: any sentence may have an article
+            return gold.strip() in re.findall(r"\w+", last)
+        is_chinese = re.search(r"[\u2e80-\u9fff]", plain)  # without spaces, so that it may occur at any place
+        return plain in line if is_chinese else f" {plain} " in f" {line} "
+
+    return float(any(occurs(*gold) for gold in golds.items()))
 
 
 def label_match(completion_text: str, ground_truth: Any) -> float:
@@ -93,6 +100,7 @@ def _f1(words: list[str], gold: list[str]) -> float:
     return 2 * common / (len(words) + len(gold)) if common else 0.0
 
 
+_ARTICLES = ("a", "an", "the")
 _ANNOUNCED = re.compile(
     r"(?:answer|label|category|class|答案|标签|类别|分类)\**\s*(?:[:：]|[是为]\s*[:：]?)\**[ \t]*(\S.*)",
     re.IGNORECASE,
@@ -134,7 +142,7 @@ def normalise(text: str) -> str:
     """
     text = re.sub(r"(?<!\w)-(?=\d)", "\N{MINUS SIGN}", unicodedata.normalize("NFKC", text).casefold())
     words = "".join(" " if unicodedata.category(character)[0] in "PC" else character for character in text).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the")) or " ".join(words) or text.strip()
+    return " ".join(word for word in words if word not in _ARTICLES) or " ".join(words) or text.strip()
 
 
 # -- the shape of a completion -----------------------------------------------------------------------------------------

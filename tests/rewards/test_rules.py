@@ -70,6 +70,8 @@ async def test_mathematics_runs_in_a_worker_and_the_rest_does_not():
         (text_match, "Answer: not Paris", "Paris", 0.0),
         (text_match, "答案是巴黎。", "巴黎", 1.0),
         (text_match, "Parisian", "Paris", 0.0),
+        (text_match, "The answer is A.", "A", 1.0),
+        (text_match, "B is a dog.", "A", 0.0),
         (text_match, "Café", "cafe\u0301", 1.0),
         (text_match, "Answer: Rome\nNo.\nAnswer: Paris\nDone.", "Paris", 1.0),
         (text_match, r"\boxed{Paris}, not Rome. Answer: Rome", "Paris", 1.0),
