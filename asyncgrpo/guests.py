@@ -7,6 +7,7 @@ frame reports that it is ready, or why it cannot be.
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -144,7 +145,7 @@ class Guest:
             self._is_killed = True
             with contextlib.suppress(ProcessLookupError):
                 if with_stack:
-                    self._process.send_signal(signal.SIGABRT)  # for the guest's `faulthandler`
+                    self._process.send_signal(signal.SIGUSR1)
                     await asyncio.wait({asyncio.ensure_future(self._process.wait())}, timeout=_STACK_TIMEOUT_S)
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._stdin.close()
@@ -207,7 +208,8 @@ class Host:
     """The process that started this guest: its calls, and the replies to it.
 
     A guest dies with the thread that started it, is killed before the trainer when memory runs out, and writes no core file.
-    No child of it inherits the pipes; stdin is empty and stdout goes to stderr.
+    A crash and SIGUSR1 end it with its Python stack on stderr. No child of it inherits the pipes; stdin is empty and stdout
+    goes to stderr.
     """
 
     def __init__(self, boot: Mapping[str, Any], name: str) -> None:
@@ -217,6 +219,8 @@ class Host:
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, chain=True)
         self._calls = os.fdopen(os.dup(0), "rb")
         self.replies: BinaryIO = os.fdopen(os.dup(1), "wb", buffering=0)
         nothing = os.open(os.devnull, os.O_RDONLY)

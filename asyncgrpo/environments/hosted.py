@@ -9,7 +9,6 @@ are over; when a process dies, every episode in it fails by name.
 """
 
 import asyncio
-import faulthandler
 import inspect
 import itertools
 import json
@@ -147,7 +146,6 @@ def main(boot: dict[str, Any]) -> None:
         boot: `spec` is that of `load`; `with_schemas`: `Ready` holds the schemas of its tools, which takes seconds.
     """
     host = Host(boot, "environment")
-    faulthandler.enable()
     try:
         made = load(boot["spec"])
         tools = schemas_of(made.tools) if boot["with_schemas"] else []

@@ -9,7 +9,6 @@ the next call starts another worker. Calls queue here, in order, and their deadl
 
 import asyncio
 import contextlib
-import faulthandler
 import importlib
 import inspect
 import os
@@ -71,7 +70,6 @@ def main(boot: dict[str, Any]) -> None:
         boot: `target` is `module:factory`, and `factory(**arguments)` returns the `Scorer`; `what` is its name in messages.
     """
     host = Host(boot, "reward-worker")
-    faulthandler.enable()  # a crash, or SIGABRT to a call that is late, leaves its Python stack on stderr
     try:
         module, _, factory = boot["target"].partition(":")
         scorer: Scorer = getattr(importlib.import_module(module), factory)(**boot["arguments"])
@@ -209,7 +207,7 @@ class PoolReward(Reward):
                 await asyncio.wait({reply}, timeout=_GRACE_S)
             if not reply.done():
                 await guest.kill(with_stack=True)
-                detail = f"no score after {self._timeout_s:g} s; the log of its process shows where it was"
+                detail = f"no score after {self._timeout_s:g} s; stderr of its process shows where it was"
                 return _all_failed(call, "timeout", detail, begun_s)
             scores = msgspec.msgpack.decode(reply.result(), type=list[Score])
             is_usable = True
