@@ -24,7 +24,7 @@ from asyncgrpo.environments.base import EnvironmentFailed, task_of
 from asyncgrpo.environments.build import Environment, build_agent, build_environment, environment_scores
 from asyncgrpo.errors import DataError, RequestError
 from asyncgrpo.generators.rollout import Activities, Decode, Played
-from asyncgrpo.rewards.base import IN_ENVIRONMENT, failed
+from asyncgrpo.rewards.base import IN_ENVIRONMENT, failed, kind_of
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import Completion, FinishReason, KeptTokens, Observation, Prompt, Sampling, Score, VersionSpan
 
@@ -318,9 +318,10 @@ class _EnvironmentPlay(Play[TurnSampler]):
 
 def failed_in_play(made: Completion, failure: str, tally: Tally) -> "Played":
     """Return the completion with the failure as its score; some failures are logged."""
-    if (count := tally.add(IN_ENVIRONMENT)) is not None:
+    score = failed(IN_ENVIRONMENT, failure)
+    if (count := tally.add(kind_of(score))) is not None:
         log.warning("the environment failed %d times, most recently: %s", count, failure)
-    return Played(**vars(made) | {"score": failed(IN_ENVIRONMENT, failure)})
+    return Played(**vars(made) | {"score": score})
 
 
 # -- building the sampler ----------------------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ LARGEST = 1e6
 """Bound on the size of a reward. Advantages sum squares of rewards: far above the bound they overflow, and the group, or
 the whole batch, has no gradient."""
 
-_ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
-"""Matches place and type in a detail that `describe` made."""
+_ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)|[^\d:]{1,40}")
+"""Matches place and type in a detail that `describe` made; of one without an exception the first words."""
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {os.path.dirname(os.path.abspath(__file__)) + os.sep, "<"}
@@ -205,9 +205,9 @@ def describe(error: BaseException) -> str:
 
 
 def kind_of(score: Score) -> str:
-    """The kind of a failure: its name, and for an exception its type and place, but never its text."""
+    """The kind of a failure: its name, and its `_ORIGIN` where code of a user or a row may be the cause."""
     origin = _ORIGIN.match(score.detail) if score.failure in ("exception", IN_ENVIRONMENT) else None
-    return f"{score.failure} {origin[0]}" if origin else str(score.failure)
+    return f"{score.failure} {origin[0].strip()}" if origin else str(score.failure)
 
 
 def clip(value: Any) -> str:

@@ -209,6 +209,19 @@ def test_the_first_failure_of_a_kind_is_news_at_once_and_then_the_tenth(caplog: 
     ]
 
 
+def test_failures_without_an_exception_differ_by_their_first_words():
+    rig = Rig()
+    late = [Score(failure="environment", detail=f"step did not return within {s} s") for s in (5, 6)]
+    others = [Score(failure="environment", detail="done must be true"), Score(failure="timeout", detail="no score")]
+    rig.breaker.played([*late, *others], is_call=False)
+    kinds = [(news.kind, news.count) for news in rig.breaker.news()]
+    assert kinds == [
+        ("environment step did not return within", 1),
+        ("environment done must be true", 1),
+        ("timeout", 1),
+    ]
+
+
 def test_what_an_environment_scores_proves_nothing_of_a_teacher_and_leaves_the_circuit_as_it_is():
     rig, teacher = Rig(), Rig()
     teacher.breaker.teaches = True
