@@ -89,9 +89,10 @@ def check_files(config: Config) -> None:
         ConfigError, DataError: one sentence.
     """
     check_model(config)
-    for file in map(Path, filter(is_file, (*config.data.sources, *config.data.suites.values()))):
+    for source in filter(is_file, (*config.data.sources, *config.data.suites.values())):
+        file = Path(source)
         if not file.is_file() or (file.suffix != ".parquet" and file.stat().st_size <= _READ_EARLY_BYTES):
-            for _ in read_rows(file):
+            for _ in read_rows(source):
                 pass
 
 

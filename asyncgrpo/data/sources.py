@@ -98,7 +98,7 @@ class Rows(Sequence[dict[str, Any]]):
         return self._read(0, self._size)
 
 
-def read_rows(path: str | Path) -> Sequence[dict[str, Any]]:
+def read_rows(source: str) -> Sequence[dict[str, Any]]:
     """Return the rows of a file, at least one, in order. JSON Lines and Parquet are parsed on access.
 
     Values are JSON values: Parquet dates become ISO text, decimals floats, and bytes text (base64 if not UTF-8).
@@ -107,12 +107,15 @@ def read_rows(path: str | Path) -> Sequence[dict[str, Any]]:
         DataError: the file is missing, empty or broken, its extension is unknown, or a row is not an object. Errors of a
             row are raised on access.
     """
-    path = Path(path)
+    path = Path(source)
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"{path}: expected a file {', '.join(_READERS)}, or hf:OWNER/NAME for a Hugging Face data set")
+        raise DataError(
+            f"{source}: expected a file {', '.join(_READERS)}, or hf:OWNER/NAME for a Hugging Face data set"
+        )
     if not path.is_file():
-        raise DataError(f"{path}: no such file")
+        hint = "; download it and name the file" if "://" in source else ""
+        raise DataError(f"{source}: no such file{hint}")
     try:
         rows = reader(path)
     except OSError as error:

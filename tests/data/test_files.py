@@ -33,7 +33,7 @@ def file(tmp_path):
 
 def test_all_formats_give_the_same_rows(tmp_path, file):
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    assert list(read_rows(tmp_path / "rows.parquet")) == ROWS
+    assert list(read_rows(str(tmp_path / "rows.parquet"))) == ROWS
     assert list(read_rows(file("rows.jsonl", "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)))) == ROWS
     assert list(read_rows(file("rows.json", json.dumps(ROWS)))) == ROWS
     assert list(read_rows(file("wrapped.json", json.dumps({"data": ROWS})))) == ROWS
@@ -57,7 +57,7 @@ def test_jsonl_may_have_blank_lines_a_byte_order_mark_and_odd_line_separators_in
 def test_a_row_is_the_same_whether_it_is_asked_for_or_iterated(tmp_path, name, count):
     rows = [{"prompt": "é" * (number % 1500), "n": number} for number in range(count)]
     write(tmp_path / name, rows)
-    read = read_rows(tmp_path / name)
+    read = read_rows(str(tmp_path / name))
     assert list(read) == rows and len(read) == count
     assert [read[place] for place in range(count)] == rows and read[-1] == rows[-1]
     with pytest.raises(IndexError):
@@ -67,7 +67,7 @@ def test_a_row_is_the_same_whether_it_is_asked_for_or_iterated(tmp_path, name, c
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_rows_in_use_stay_whatever_becomes_of_their_file(tmp_path, name):
     write(tmp_path / name, [{"prompt": "a"}, {"prompt": "b"}])
-    rows = read_rows(tmp_path / name)
+    rows = read_rows(str(tmp_path / name))
     (tmp_path / name).write_bytes(b"")
     assert list(rows) == [{"prompt": "a"}, {"prompt": "b"}] and rows[1] == {"prompt": "b"}
 
@@ -86,7 +86,7 @@ def test_parquet_values_become_what_json_can_hold(tmp_path):
         }
     )
     pq.write_table(table, tmp_path / "rows.parquet")
-    (row,) = read_rows(tmp_path / "rows.parquet")
+    (row,) = read_rows(str(tmp_path / "rows.parquet"))
     assert json.loads(json.dumps(row)) == {
         "vector": [1, 2],
         "nested": {"values": [1.5]},
@@ -127,6 +127,11 @@ def test_a_broken_file_is_named_with_the_place_and_what_was_expected(file, name,
     assert path in str(caught.value)
     assert said in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_an_address_is_named_as_it_was_given():
+    with pytest.raises(DataError, match=r"^https://example.com/a.jsonl: no such file; download it"):
+        read_rows("https://example.com/a.jsonl")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
