@@ -38,6 +38,13 @@ def new_engine(path: Path, *, max_context: int = MAX_CONTEXT) -> TorchEngine:
     return TorchEngine(str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=max_context)
 
 
+def test_the_smallest_context_is_one_token_and_its_successor(model_path: Path) -> None:
+    rig = Rig(new_engine(model_path, max_context=2)).start()
+    (completion,) = rig.run(rig.sample((5,), 1, max_tokens=4))
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+    rig.stop()
+
+
 async def turns(count: int) -> None:
     """Let everybody on the loop go on; a running engine makes about one step per turn."""
     for _ in range(count):

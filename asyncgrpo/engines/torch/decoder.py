@@ -160,8 +160,9 @@ class Decoder:
         self._cache = SlotCache(max_completions, max_context)
         self._running: list[PendingCompletion] = []  # by row; rows are dense
         self._rows = np.zeros(max_completions, _ROW)
-        self._tokens = np.zeros((max_completions, max_context), np.int32)
-        self._logprobs = np.zeros((max_completions, max_context), np.float32)  # of the tokens, at the same places
+        width = max(3, max_context)  # the first request has 3 tokens
+        self._tokens = np.zeros((max_completions, width), np.int32)
+        self._logprobs = np.zeros((max_completions, width), np.float32)  # of the tokens, at the same places
         self._stops = np.full((max_completions, 1), -1)  # grows to the longest list of stop tokens
         self._knobs: Knobs | None = None  # None: rows changed since it was made
 
