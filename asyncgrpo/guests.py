@@ -99,9 +99,7 @@ class Guest:
                 guest.ready = msgspec.msgpack.decode((await guest._frame())[1], type=ready)
         except TimeoutError:
             await guest.kill()
-            raise RewardError(
-                f"{what} was not imported within {timeout_s:g} s; does its import wait for something?{hint}"
-            ) from None
+            raise RewardError(f"{what} was not imported within {timeout_s:g} s; does its import wait?{hint}") from None
         except GuestEnded:
             raise RewardError(f"the process {await guest.kill()} while it loaded {what}; see its stderr") from None
         except BaseException:  # cancelled

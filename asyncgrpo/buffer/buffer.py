@@ -226,9 +226,7 @@ class Buffer:
                 self._finish(prompt_index, f"dropped_{unusable}")
                 num_dropped += 1
                 if num_dropped > prompts.longest_gap:
-                    raise DataError(
-                        f"every prompt of data.train is in quarantine (see {QUARANTINE_FILE} in the run's folder)"
-                    )
+                    raise DataError(f"every prompt of data.train is in quarantine (RUN/{QUARANTINE_FILE})")
             elif may_be_alone:
                 self._isolated.leased(prompt_index)
                 return issued

@@ -167,13 +167,9 @@ class Images:
             self._processor: Any = AutoImageProcessor.from_pretrained(model_path, backend="pil")
             least, most = self._processor.size["shortest_edge"], self._processor.size["longest_edge"]
         except Exception as error:  # of many kinds
-            raise ConfigError(
-                f"model.path ({model_path}): its image processor cannot be loaded: {one_line(error)}"
-            ) from error
+            raise ConfigError(f"model.path ({model_path}): its image processor fails: {one_line(error)}") from error
         if max_pixels is not None and max_pixels < least:
-            raise ConfigError(
-                f"data.max_pixels is {max_pixels}, but the processor of {model_path} makes at least {least}"
-            )
+            raise ConfigError(f"data.max_pixels is {max_pixels}; the processor of {model_path} makes {least} or more")
         self._processor.size = {"shortest_edge": least, "longest_edge": min(most, max_pixels or most)}
         self._folder = folder
         self.pixels = lru_cache(maxsize=16)(self._pixels)
@@ -228,9 +224,7 @@ class Images:
         """
         written = sum(token == self.token_id for token in token_ids)
         if written != len(images):
-            raise Misfit(
-                f"{len(images)} images, but its prompt has {written} image tokens as the chat template writes it"
-            )
+            raise Misfit(f"{len(images)} images, but its prompt has {written} image tokens by the chat template")
         counts = iter([self.tokens_of(image) for image in images])
         return tuple(x for t in token_ids for x in ([t] * next(counts) if t == self.token_id else [t]))
 

@@ -129,9 +129,7 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
         if field not in _COLUMNS:
             raise ConfigError(f"data.columns.{field}: unknown field; expected {', '.join(_COLUMNS)}")
         if column not in rows[0]:
-            raise DataError(
-                f"{file}, row 0: no column {column!r}, which data.columns.{field} names; the columns are {there}"
-            )
+            raise DataError(f"{file}, row 0: no column {column!r} for data.columns.{field}; the columns are {there}")
 
     def renamed(row: DataRow) -> DataRow:
         others = {name: value for name, value in row.items() if name != columns.get("prompt")}
@@ -144,10 +142,8 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
                 return Schema(name, file, convert, **of_images)
             mapped = f"{name}, with data.columns"
             return Schema(mapped, file, lambda row, convert=convert: convert(renamed(row)), **of_images)
-    raise DataError(
-        f"{file}, row 0: no prompt among the columns {there}; expected {' or '.join(PROMPT_SPELLINGS)}, or a data.columns "
-        "map such as {prompt: input, answer: label}"
-    )
+    spelt = " or ".join(PROMPT_SPELLINGS)
+    raise DataError(f"{file}, row 0: no {spelt} among the columns {there}; name one by data.columns.prompt=COLUMN")
 
 
 def _verl(row: DataRow, column: str = "reward_model", also: str = "") -> Record:
@@ -346,10 +342,7 @@ def rendered(
     where, messages = f"{source}, row {index}", record.messages
     if record.images:
         if images is None:
-            raise ConfigError(
-                f"{where}: it has images, and model.path has no vision tower that is supported; use a Qwen3-VL or "
-                "Qwen2.5-VL, or data.image_column=null for the text alone"
-            )
+            raise ConfigError(f"{where}: images need a Qwen3-VL or Qwen2.5-VL; data.image_column=null takes the text")
         messages = [turn | {"content": in_parts(turn["content"])} for turn in messages]
     text, token_ids = render(tokenizer, messages, config.system_prompt, where=where)
     try:
@@ -429,11 +422,8 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
                 continue
             seen.add(roles)
             token_ids = rendered(source, index, record, tokenizer, config.data, images).token_ids
-            if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
-                raise ConfigError(
-                    f"{source}, row {index}: the tokenizer of model.path produces token {max(token_ids)}, but the vocabulary "
-                    f"of the model has {vocabulary} tokens; use the model's own tokenizer"
-                )
+            if vocabulary is not None and (token := max(token_ids, default=0)) >= vocabulary:
+                raise ConfigError(f"{source}, row {index}: the model has no token {token}; use its own tokenizer")
             longest = max(longest, len(token_ids))
             fits = fits or len(token_ids) <= config.data.max_prompt_tokens
         if not fits:

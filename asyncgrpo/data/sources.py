@@ -110,9 +110,7 @@ def read_rows(source: str) -> Sequence[dict[str, Any]]:
     path = Path(source)
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise DataError(
-            f"{source}: expected a file {', '.join(_READERS)}, or hf:OWNER/NAME for a Hugging Face data set"
-        )
+        raise DataError(f"{source}: expected a file {', '.join(_READERS)}, or hf:OWNER/NAME of the Hugging Face hub")
     if not path.is_file():
         hint = "; download it and name the file" if "://" in source else ""
         raise DataError(f"{source}: no such file{hint}")
@@ -258,9 +256,7 @@ def read_gym(source: str) -> list[dict[str, Any]]:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ConfigError(
-            f"{source}: reasoning-gym cannot be imported ({one_line(error)}); pip install 'asyncgrpo[gym]'"
-        ) from error
+        raise ConfigError(f"{source}: {one_line(error)}; pip install 'asyncgrpo[gym]'") from error
     if name not in reasoning_gym.factory.DATASETS or name == "composite":  # list several in data.train instead
         raise DataError(f"{source}: reasoning-gym {gym_version()} has no generator {name!r}")
     try:
@@ -336,9 +332,7 @@ def _load_hub(source: str) -> "Dataset":
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(
-            f"{source}: datasets cannot be imported ({one_line(error)}); pip install 'asyncgrpo[hf]', or give a file"
-        ) from error
+        raise ConfigError(f"{source}: {one_line(error)}; pip install 'asyncgrpo[hf]', or give a file") from error
     try:
         if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(name)

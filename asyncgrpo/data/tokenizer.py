@@ -67,14 +67,11 @@ def stop_token_ids(
     for text in extra_stops:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
-            raise ConfigError(
-                f"sampling.stop: {text!r} is {len(ids)} tokens of this tokenizer; a stop must be one token"
-            )
+            raise ConfigError(f"sampling.stop: {text!r} is {len(ids)} tokens of this tokenizer; a stop is one token")
         stops.add(ids[0])
     if not stops:
         raise ConfigError(
-            f"model.path {model_path!r}: neither its tokenizer (eos_token) nor its generation_config.json defines an "
-            "end token; set sampling.stop"
+            f"model.path {model_path!r}: neither tokenizer nor generation_config.json has an eos_token; set sampling.stop"
         )
     return tuple(sorted(stops))
 

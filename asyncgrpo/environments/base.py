@@ -138,9 +138,7 @@ def reply_of_step(value: Any) -> Reply:
         case (observation, reward, given, Mapping()) | (observation, reward, given):
             done = _flag(given)
         case _:
-            raise EnvironmentFailed(
-                f"step returned {type(value).__name__} {str(value)[:80]!r}; it must return (observation, reward, done)"
-            )
+            raise EnvironmentFailed(f"step returned {clip(value)}; it must return (observation, reward, done)")
     return Reply(messages=_messages(observation), reward=_reward(reward), done=done)
 
 
@@ -154,9 +152,7 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
         for one in value
     )
     if not is_chat:
-        raise EnvironmentFailed(
-            f"an observation must be a text or a list of messages with role and content, not {type(value).__name__}"
-        )
+        raise EnvironmentFailed(f"an observation is a text or messages with role and content, not {clip(value)}")
     if (size := sum(len(one["content"]) for one in value)) > LONGEST_REPLY:
         raise EnvironmentFailed(f"an observation of {size:,} characters; the longest is {LONGEST_REPLY:,}")
     # Half a surrogate pair, as of a file name that is not UTF-8, could be neither sent nor tokenized.

@@ -101,10 +101,7 @@ def check_sampling(chat: Chat, sampling: SamplingConfig) -> None:
     for name in ("temperature", "top_p"):
         ours, theirs = getattr(sampling, name), getattr(chat, name)
         if theirs is not None and theirs != ours:
-            raise Refused(
-                400,
-                f"{name} {theirs:g} is refused: the run samples with {ours:g}; leave it out, or set sampling.{name}",
-            )
+            raise Refused(400, f"{name} {theirs:g} is refused; leave it out: sampling.{name} is {ours:g}")
 
 
 _KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
@@ -277,9 +274,7 @@ class Gateway:
             case "POST", "chat/completions":
                 chat = read_request(await request.read())
                 return _json(reply_of(await conversation(chat), self._model))
-        raise Refused(
-            404, "there are POST chat/completions and GET models here, and nothing else of OpenAI's API", "not_found"
-        )
+        raise Refused(404, "only POST chat/completions and GET models are here", "not_found")
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

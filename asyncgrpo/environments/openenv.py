@@ -108,10 +108,8 @@ class _Session:
             async with asyncio.timeout(self._of.timeout_s):
                 yield
         except TimeoutError:
-            raise EnvironmentFailed(
-                f"{self._of.url} did not reply to {what} within {self._of.timeout_s:g} s; has it a session for every "
-                "completion that is under way (max_concurrent_envs)?"
-            ) from None
+            late = f"{self._of.url} did not reply to {what} within {self._of.timeout_s:g} s"
+            raise EnvironmentFailed(f"{late}; has it a session for every completion (max_concurrent_envs)?") from None
         except (aiohttp.ClientError, OSError, TypeError) as error:  # TypeError: an answer that is not text
             raise EnvironmentFailed(f"{self._of.url}: {str(error) or type(error).__name__}") from error
 
@@ -159,12 +157,8 @@ def text_field_at(url: str) -> str | None:
         schema = fetch(f"{url.rstrip('/')}/schema", timeout_s=CHECK_S, limit=_LARGEST)
         fields = dict(json.loads(schema)["action"]["properties"])
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"environment.name: no OpenEnv server replies at {url}: {error}; start it before the run"
-        ) from error
+        raise ConfigError(f"environment.name: no OpenEnv server replies at {url}: {error}; start it first") from error
     except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"environment.name: what replies at {url} is not an OpenEnv server: no schema of its actions"
-        ) from error
+        raise ConfigError(f"environment.name: {url} is not an OpenEnv server: it has no schema of actions") from error
     fields.pop("metadata", None)
     return next(iter(fields)) if len(fields) == 1 and next(iter(fields.values())).get("type") == "string" else None

@@ -216,9 +216,7 @@ def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:
     for spec in specs:
         path, name = split_spec(spec, "")
         if spec not in BUILTIN_TOOLS and not name:
-            raise RewardError(
-                f"environment.tools: {spec} is not a tool; there are {', '.join(BUILTIN_TOOLS)}, and FILE.py:FUNCTION"
-            )
+            raise RewardError(f"environment.tools: {spec} is not one of {', '.join(BUILTIN_TOOLS)}, FILE.py:FUNCTION")
         function = BUILTIN_TOOLS.get(spec) or find_in(run_file(path, "tools"), path, name, "function")
         if not hasattr(function, "__name__"):
             raise RewardError(f"{path}: {name} is a {type(function).__name__}, and a tool is a function")
@@ -237,7 +235,5 @@ def schemas_of(tools: dict[str, Callable[..., Any]]) -> list[dict[str, Any]]:
         try:
             found.append(get_json_schema(function))
         except Exception as error:  # of several types; each names what the function lacks
-            raise RewardError(
-                f"the tool {name} needs type hints and a docstring that describes each argument: {error}"
-            ) from error
+            raise RewardError(f"tool {name} needs type hints and a docstring of each argument: {error}") from error
     return found

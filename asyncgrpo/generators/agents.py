@@ -154,10 +154,7 @@ class _AgentPlay(Play[AgentSampler]):
             what = "the tools are not those of the first call"
         else:
             return
-        raise self._stop(
-            f"{what}; a completion is one conversation that only grows: send all earlier messages and replies as they "
-            "were, and new ones behind them"
-        )
+        raise self._stop(f"{what}; send all earlier messages and replies as they were, and new ones behind them")
 
     def _stop(self, why: str, status: int = 409) -> Refused:
         self._refused_for = why
@@ -174,32 +171,21 @@ class _AgentPlay(Play[AgentSampler]):
             if self._messages:
                 token_ids = self._by.continue_(for_template(new), self._transcript.last_token)
                 if not self._transcript.observe(token_ids):
-                    raise self._no_room(
-                        f"{len(token_ids)} new tokens leave no room for a turn in the {self._transcript.room} that this "
-                        "completion still has (sampling.max_tokens)"
-                    )
+                    count, room = len(token_ids), self._transcript.room
+                    raise self._no_room(f"{count} new tokens leave no room for a turn in {room} (sampling.max_tokens)")
             else:
                 self._open(chat)
         except DataError as error:
             raise Refused(400, str(error)) from error
 
     def _open(self, chat: Chat) -> None:
-        opening, longest = (
-            self._by.open_(for_template(chat.messages), chat.tools),
-            self._by.config.data.max_prompt_tokens,
-        )
+        opening = self._by.open_(for_template(chat.messages), chat.tools)
+        longest = self._by.config.data.max_prompt_tokens
         if len(opening) > longest:
-            raise Refused(
-                400,
-                f"the first messages, tools included, have more than {longest} tokens; raise data.max_prompt_tokens",
-                "context_length_exceeded",
-            )
+            why = f"the first messages and tools have more than {longest} tokens; raise data.max_prompt_tokens"
+            raise Refused(400, why, "context_length_exceeded")
         if len(opening) < 2 or opening[0] != self._transcript.context[0]:
-            raise Refused(
-                400,
-                "the chat template renders the first messages with another first token than the row's prompt; give the row "
-                "what the agent puts before it, such as a system prompt (data.system_prompt)",
-            )
+            raise Refused(400, "the messages begin with another token than the row's prompt; set data.system_prompt")
         self._opening, self._tools = opening, chat.tools
         self._transcript = self._transcript.of_prompt(opening)
 

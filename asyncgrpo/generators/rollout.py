@@ -307,10 +307,9 @@ class GroupInFlight:
                 if not is_cut or len(done) >= self._min_completions:
                     return done
             if is_cut:
-                raise TooFewCompletions(
-                    f"{len(done)} of {self._lease.num_completions} completions were done after {self._cut_after_s:.0f} s"
-                    + ("" if has_baseline else ", and not the greedy one")
-                )
+                missing = "" if has_baseline else ", and not the greedy one"
+                done_of = f"{len(done)} of {len(self._launched)} completions were done"
+                raise TooFewCompletions(f"{done_of} after {self._cut_after_s:.0f} s{missing}")
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(None if is_late else cut_at_s):

@@ -41,12 +41,10 @@ def build_reward(
     weights = config.weights or (1.0,) * len(specs)
     if len(weights) != len(specs):
         raise RewardError(
-            f"reward.weights has {len(weights)} and reward.function {len(specs)} entries; give a weight for each reward"
+            f"reward.weights and reward.function have {len(weights)} and {len(specs)} entries; give as many"
         )
     if config.combine != "sum" and len(specs) < 2:
-        raise RewardError(
-            f"reward.combine={config.combine} needs two rewards or more; reward.function names {len(specs)}"
-        )
+        raise RewardError(f"reward.combine={config.combine} needs two rewards or more; there are {len(specs)}")
     taken = set[str]()
     rewards = list[Reward]()
     for spec in specs:

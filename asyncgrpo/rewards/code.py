@@ -338,9 +338,7 @@ def read_tests(ground_truth: Any) -> list[Test]:
     try:
         given = msgspec.convert({"assert_case": value} if isinstance(value, list) else value, _Given)
     except msgspec.ValidationError as error:
-        raise RewardError(
-            f"the ground truth of code must be tests, inputs and outputs or assert statements: {error}"
-        ) from None
+        raise RewardError(f"the ground truth of code is inputs and outputs, or assert statements: {error}") from None
     cases = [given.assert_case] if isinstance(given.assert_case, str) else given.assert_case
     expected = given.outputs if cases is None else cases
     inputs = given.inputs if cases is None else given.inputs or [""] * len(cases)
@@ -349,9 +347,7 @@ def read_tests(ground_truth: Any) -> list[Test]:
     if cases is not None:
         tests = [asserts(text, _joined(stdin)) for text, stdin in zip(cases, inputs, strict=True) if _may_fail(text)]
         if not tests:
-            raise RewardError(
-                f"the ground truth of code tests nothing, it asserts and calls nothing: {cases[0][:80]!r}"
-            )
+            raise RewardError(f"the ground truth of code asserts and calls nothing: {cases[0][:80]!r}")
         return tests
     function = given.fn_name
     if not function:

@@ -103,9 +103,7 @@ class Service:
             data = None if body is None else msgspec.json.encode(body)
             async with self._session.request(method, url, data=data, headers=self._headers) as response:
                 if response.method != method:
-                    raise ServiceError(
-                        f"{self.url}: HTTP {response.history[0].status} moves it to {response.url}; name that URL"
-                    )
+                    raise ServiceError(f"{self.url}: HTTP {response.history[0].status} moves it; name {response.url}")
                 if response.status == 429 or response.status >= 500:
                     raise _Unavailable(f"HTTP {response.status}")
                 if response.status != 200:

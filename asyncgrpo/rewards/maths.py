@@ -196,10 +196,7 @@ def check_gym_source(source: str, *, is_unsafe_allowed: bool) -> None:
     """Raise RewardError for a generator whose scorer would run completions as code, unless that is allowed."""
     name = source.partition(":")[2]
     if name in EVALUATING and not is_unsafe_allowed:
-        raise RewardError(
-            f"data_source {source!r}: reasoning-gym scores this task by running the answer as Python, as your user; "
-            "take another task, or allow it with --unsafe-rewards (reward.code.unsafe=true)"
-        )
+        raise RewardError(f"{source}: reasoning-gym runs answers as Python, as your user; allow it: --unsafe-rewards")
 
 
 def load_gym() -> Callable[[Call], float]:

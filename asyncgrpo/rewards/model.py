@@ -84,9 +84,7 @@ class JudgeReward(Reward):
         try:
             self._pattern = re.compile(PATTERN if settings.pattern is None else settings.pattern)
         except re.error as error:
-            raise RewardError(
-                f"reward.judge.pattern: {settings.pattern} is not a regular expression: {error}"
-            ) from None
+            raise RewardError(f"reward.judge.pattern {settings.pattern} cannot be compiled: {error}") from None
         if (variable := settings.api_key_env) is not None:
             key = os.environ.get(variable, "")
             if not key:
@@ -156,13 +154,10 @@ def _template_of(settings: JudgeConfig) -> str:
         text = Path(settings.file).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise RewardError(
-            f"reward.judge.template: {settings.file[:200]} cannot be read ({error}); it is a file, or a text with "
-            "{completion}"
+            f"reward.judge.template: {settings.file[:200]} is neither a file ({error}) nor a text with {{completion}}"
         ) from None
     if "{completion}" not in text:
-        raise RewardError(
-            f"reward.judge.template: {settings.file} has no {{completion}}, so the judge would not see what it judges"
-        )
+        raise RewardError(f"reward.judge.template: {settings.file} has no {{completion}}, which the judge judges")
     return text
 
 
@@ -194,9 +189,7 @@ class ModelReward(PoolReward):
     def __init__(self, config: RewardModelConfig) -> None:
         """Raises RewardError: `reward.model.path` is not set."""
         if config.path is None:
-            raise RewardError(
-                "reward.function names model, and reward.model.path is not set; give the reward model's folder"
-            )
+            raise RewardError("reward.function names model, which needs the reward model's folder: reward.model.path")
         self._path = config.path
         super().__init__(
             f"{__name__}:SequenceScorer",
@@ -274,10 +267,7 @@ class ServedModelReward(Reward):
         """Raises RewardError or ConfigError: `reward.model.path` is not set, not found, or has no tokenizer."""
         assert config.url is not None
         if config.path is None:
-            raise RewardError(
-                "reward.model.url is set, and reward.model.path is not; give the folder or hub id of the model that is "
-                "served, for its tokenizer"
-            )
+            raise RewardError("reward.model.url needs reward.model.path, the folder or hub id of its tokenizer")
         find_model(config.path, "reward.model.path")
         self._tokenizer = loaded("AutoTokenizer", config.path)
         self._longest = positions_of(loaded("AutoConfig", config.path))
@@ -335,9 +325,7 @@ class SequenceScorer:
         self._tokenizer = loaded("AutoTokenizer", path)
         model = loaded("AutoModelForSequenceClassification", path, dtype="auto")
         if model.config.num_labels != 1:
-            raise RewardError(
-                f"reward.model.path: {path} has {model.config.num_labels} outputs; a reward model has one"
-            )
+            raise RewardError(f"reward.model.path: {path} has {model.config.num_labels} outputs instead of one")
         self._torch, self._model = torch, model.to(device).eval()
         self._device, self._longest = device, positions_of(model.config)
 

@@ -253,8 +253,7 @@ class RuleReward(Reward):
         if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:
             known = [BY_SOURCE, *SHAPE_RULES, *OTHERS, *filter(str.isidentifier, self.known_sources)]
             raise RewardError(
-                f"reward.function: {name} is not a built-in reward; there are {', '.join(known)}; a function of your own is "
-                "FILE.py or FILE.py:NAME"
+                f"reward.function: {name} is not built in; there are {', '.join(known)}; your own is FILE.py or FILE.py:NAME"
             )
         self.about = "by data_source" if name == BY_SOURCE else f"{name}, built in"
 

@@ -170,8 +170,7 @@ def _check_context(config: Config, what: str, context: int | None) -> None:
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     if context is not None and longest >= context:  # servers keep room for a token
         raise ConfigError(
-            f"{what} is {context} tokens, too short for data.max_prompt_tokens + sampling.max_tokens = {longest} and one "
-            "more; lower one of the two"
+            f"{what} is {context} tokens; data.max_prompt_tokens + sampling.max_tokens need {longest + 1}"
         )
 
 
@@ -179,15 +178,10 @@ def _check_tokens(config: Config, path: str, vocabulary: int) -> None:
     """Raise ConfigError if the teacher at `path` has other tokens than the model, or fewer rows than tokens."""
     own, theirs = (_load("AutoTokenizer", one).get_vocab() for one in (config.model.path, path))
     if differing := own.items() ^ theirs.items():
-        raise ConfigError(
-            f"teacher.path ({path}) has other tokens than model.path ({config.model.path}): token "
-            f"{min(differing)[0]!r} differs; a teacher must have the same vocabulary"
-        )
+        differs = f"token {min(differing)[0]!r} differs"
+        raise ConfigError(f"teacher.path ({path}) needs the vocabulary of model.path ({config.model.path}): {differs}")
     if max(own.values()) >= vocabulary:
-        raise ConfigError(
-            f"teacher.path ({path}) has {vocabulary} rows for {max(own.values()) + 1} tokens; its server would end at the "
-            "first id above them"
-        )
+        raise ConfigError(f"teacher.path ({path}) has {vocabulary} rows for {max(own.values()) + 1} tokens; too few")
 
 
 def _load(kind: str, path: str) -> Any:

@@ -93,8 +93,7 @@ def _bind(socket: zmq.Socket, bind: str) -> tuple[str, int]:
         socket.bind_to_random_port(f"tcp://{bind}")
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"cluster.bind is {bind}, where no socket can be bound ({error.strerror}); give an address or an interface "
-            "of this machine, or 0.0.0.0 for all of them"
+            f"cluster.bind is {bind}: {error.strerror}; give an address or an interface of this machine, or 0.0.0.0"
         ) from error
     host, _, port = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
     return host, int(port)

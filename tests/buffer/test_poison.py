@@ -172,7 +172,7 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_once_the_learner_has_sav
     for index in range(3):
         case = Case(prompt_id=f"train/{index}", reason="failed", prompt_index=index, attempts=3)
         served.buffer.quarantine.add(case)
-    with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(see quarantine.jsonl"):
+    with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(RUN/quarantine.jsonl"):
         served.buffer.lease("g", 0.0)
     served.hear("learner", Take(version=v(0)))
     served.join("a")

@@ -145,7 +145,7 @@ REFUSED = {
     "a number": (verl([{"path": None, "width": 3}]), "image 0 is missing; expected a path, or an object"),
     "a line": (verl([of_bytes(written(Image.new("RGB", (4, 1000))))]), "4 x 1000 pixels: absolute aspect ratio"),
     "floats": (verl([of_bytes(written(GREY.convert("F"), "TIFF"))]), "floating-point pixels"),
-    "written placeholder": (verl([of_bytes(PNG)], "<image> <|image_pad|>?"), "has 2 image tokens as the chat template"),
+    "written placeholder": (verl([of_bytes(PNG)], "<image> <|image_pad|>?"), "has 2 image tokens by the chat template"),
     "too long": (verl([of_bytes(LARGE)] * 4, "<image>" * 4), "longer than data.max_prompt_tokens"),
     "video": (
         verl([of_bytes(PNG)]) | {"prompt": [{"role": "user", "content": [{"type": "video", "text": "a"}]}]},
@@ -176,7 +176,7 @@ def test_the_images_of_every_row_are_read_before_the_run(tmp_path, model):
         (["environment.tools=[calculator]"], "environments and agents give text alone"),
         (["learner.parallel.context=2", "learner.ranks=2"], "learner.parallel.context"),
         (["teacher.path=m", "algorithm.kl_coef=1"], r"a served teacher \(teacher.path\) reads text alone"),
-        (["data.max_pixels=100"], "data.max_pixels is 100, but the processor"),
+        (["data.max_pixels=100"], "data.max_pixels is 100; the processor"),
     ],
 )
 def test_settings_that_do_not_fit_images_are_refused(tmp_path, model, more, message):
@@ -196,7 +196,7 @@ def test_an_image_that_datasets_decoded_is_one_of_the_same_pixels():
 def test_a_text_model_refuses_images_unless_the_column_is_like_any_other(tmp_path):
     make_demo_model(tmp_path / "text", seed=0)
     write(tmp_path, [verl([of_bytes(PNG)])])
-    with pytest.raises(ConfigError, match="no vision tower that is supported"):
+    with pytest.raises(ConfigError, match="images need a Qwen3-VL"):
         check(settings(tmp_path, tmp_path / "text"))
     check(settings(tmp_path, tmp_path / "text", "data.image_column=null"))
     (prompt,) = prepare(settings(tmp_path, tmp_path / "text", "data.image_column=null")).train

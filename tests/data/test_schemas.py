@@ -88,8 +88,8 @@ def test_a_prompt_under_another_name_leaves_the_rest_of_the_schema_as_it_is():
     ("columns", "error", "said"),
     [
         ({"promt": "input"}, ConfigError, "data.columns.promt: unknown field; expected prompt, answer, source"),
-        ({"prompt": "inptu"}, DataError, "'inptu', which data.columns.prompt names; the columns are input, label"),
-        ({}, DataError, "row 0: no prompt among the columns input, label; expected prompt or question"),
+        ({"prompt": "inptu"}, DataError, "'inptu' for data.columns.prompt; the columns are input, label"),
+        ({}, DataError, "row 0: no prompt or question among the columns input, label"),
     ],
 )
 def test_a_file_that_fits_nothing_is_told_what_would_do(columns, error, said):

@@ -123,7 +123,7 @@ async def test_classes_of_users_reply_in_every_form_there_is():
         ("text", "a reward must be a number, not str '0.5'"),
         ("string", r"step returned str 'only a text'; it must return \(observation, reward, done\)"),
         ("huge", "an observation of 2,097,152 characters"),
-        ("deep", "an observation must be a text or a list of messages"),
+        ("deep", "an observation is a text or messages"),
     ],
 )
 async def test_a_bad_reply_fails_its_episode_by_name_and_the_process_lives_on(turn, why, bad_and_good):
@@ -222,7 +222,7 @@ MINE = {what: GAMES.with_name(f"my_{what}.py") for what in ("agents", "tools")}
         ({"name": f"{GAMES}:OddStatic"}, r"OddStatic.step cannot be called as step\(text\): missing a required argument"),
         ({"name": f"{GAMES}:OddReset"}, "OddReset.reset takes weather; there are prompt, messages"),
         ({"name": "guess", "tools": ("calculator",)}, "environment.name and environment.tools are both given"),
-        ({"tools": ("hammer.py",)}, "environment.tools: hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
+        ({"tools": ("hammer.py",)}, "environment.tools: hammer.py is not one of calculator, FILE.py:FUNCTION"),
         ({"tools": (f"{MINE['tools']}:missing",)}, "environment.tools: .*my_tools.py has no function missing"),
         ({"tools": ("calculator", "calculator")}, "environment.tools: .*names calculator twice"),
         ({"tools": (f"{MINE['tools']}:twice",)}, "my_tools.py: twice is a partial, and a tool is a function"),

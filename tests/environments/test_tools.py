@@ -83,7 +83,7 @@ def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path):
 
 
 def test_a_tool_that_cannot_be_described_is_refused():
-    with pytest.raises(RewardError, match="the tool bare needs type hints and a docstring"):
+    with pytest.raises(RewardError, match="tool bare needs type hints and a docstring"):
         schemas_of({"later": later, "bare": bare})
 
 

@@ -70,19 +70,19 @@ def test_each_form_of_tests_is_one_test_and_lines_of_asserts_are_a_test_each():
 @pytest.mark.parametrize(
     ("ground_truth", "why"),
     [
-        (None, "must be tests.*got `null`"),
+        (None, "is inputs and outputs, .*got `null`"),
         ({}, "0 inputs for 0 outputs"),
-        ({"inputs": "1", "outputs": "2"}, "must be tests, inputs and outputs"),
+        ({"inputs": "1", "outputs": "2"}, "is inputs and outputs, or assert statements"),
         ("{'inputs': ['1'], 'outputs': ['2']}", "looks like JSON but does not parse"),
-        ({"assert_case": [1]}, "must be tests.*assert_case"),
+        ({"assert_case": [1]}, "is inputs and outputs, .*assert_case"),
         ({"assert_case": ["assert 1"], "inputs": ["", ""]}, "2 inputs for 1 outputs or assert statements"),
-        ([{"input": "1"}], "must be tests"),
+        ([{"input": "1"}], "is inputs and outputs"),
         ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "an input that is not JSON"),
         ({"inputs": ["1"], "outputs": ["3"], "fn_name": "f(1)"}, "fn_name is not the name of a function"),
-        ("42", "tests nothing, it asserts and calls nothing: '42'"),
-        ('"hello"', "tests nothing"),
-        ({"assert_case": ["", "# f(2) == 4", "x = 1 / 2"]}, "tests nothing"),
-        ("def check(f):\n    assert f(2) == 4", "tests nothing"),
+        ("42", "asserts and calls nothing: '42'"),
+        ('"hello"', "asserts and calls nothing"),
+        ({"assert_case": ["", "# f(2) == 4", "x = 1 / 2"]}, "asserts and calls nothing"),
+        ("def check(f):\n    assert f(2) == 4", "asserts and calls nothing"),
     ],
 )
 def test_tests_that_cannot_be_read_are_refused_by_what_is_wrong(ground_truth, why):

@@ -52,7 +52,7 @@ async def test_a_worker_scores_a_prompt_and_names_a_row_that_does_not_say_its_ta
 
 def test_scorers_that_run_the_answer_as_code_are_refused_unless_that_is_allowed():
     sources = {"reasoning-gym:chain_sum", "reasoning-gym:countdown"}
-    with pytest.raises(RewardError, match=r"'reasoning-gym:countdown'.*running the answer as Python.*--unsafe-rewards"):
+    with pytest.raises(RewardError, match=r"reasoning-gym:countdown: .*runs answers as Python.*--unsafe-rewards"):
         RuleReward(RewardConfig()).check_sources(sources)
     RuleReward(RewardConfig(code=CodeRewardConfig(unsafe=True))).check_sources(sources)
     RuleReward(RewardConfig()).check_sources({"reasoning-gym:chain_sum"})

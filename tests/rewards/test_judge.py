@@ -116,7 +116,7 @@ async def test_a_redirect_keeps_the_method_or_is_refused(judge):
     assert (await judged(judge)).value == 0.7 and judge.paths == ["/v1/chat/completions", "/v2"]
     judge.replies = [(301, "/v3")]  # a client makes a GET of it
     score = await judged(judge)
-    assert score.failure == "judge" and f"HTTP 301 moves it to {judge.url}/v3; name that URL" in score.detail
+    assert score.failure == "judge" and f"HTTP 301 moves it; name {judge.url}/v3" in score.detail
 
 
 @pytest.mark.parametrize("reply", [None, (503, ""), (429, "slow down")])
@@ -153,5 +153,5 @@ async def test_no_more_than_max_concurrent_requests_run_at_once(judge):
 def test_a_template_that_does_not_show_the_completion_is_refused(tmp_path):
     (tmp_path / "judge.txt").write_text("{prompt}")
     config = JudgeConfig(url="http://h", template=str(tmp_path / "judge.txt"))
-    with pytest.raises(RewardError, match="would not see what it judges"):
+    with pytest.raises(RewardError, match="which the judge judges"):
         build_reward(RewardConfig(function="judge", judge=config))

@@ -93,7 +93,7 @@ def test_a_model_without_a_chat_template_reads_the_texts_as_they_are(tmp_path):
 def test_a_model_that_cannot_score_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(RewardError, match=r"reward.model.path: .*nowhere cannot be loaded"):
         scorer(tmp_path / "nowhere")
-    with pytest.raises(RewardError, match=r"reward.model.path: .* has 2 outputs; a reward model has one"):
+    with pytest.raises(RewardError, match=r"reward.model.path: .* has 2 outputs instead of one"):
         scorer(make_reward_model(tmp_path, outputs=2))
     if not torch.cuda.is_available():
         with pytest.raises(RewardError, match=r"reward.model.device is cuda, and this process sees no GPU"):
@@ -154,7 +154,7 @@ async def test_a_reply_without_scores_is_a_named_failure_of_the_group(server, tm
 
 
 def test_a_url_without_a_tokenizer_is_refused_in_one_sentence(tmp_path):
-    for path, said in ((None, "reward.model.url is set, and reward.model.path is not"), (tmp_path, "cannot be loaded")):
+    for path, said in ((None, "reward.model.url needs reward.model.path"), (tmp_path, "cannot be loaded")):
         with pytest.raises(RewardError, match=said):
             build_reward(
                 RewardConfig(function="model", model=RewardModelConfig(path=path and str(path), url="http://x"))

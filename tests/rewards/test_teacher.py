@@ -230,10 +230,10 @@ async def test_an_evaluation_does_not_end_an_outage_of_the_teacher():
         ({}, None),
         (
             {"context": 140},
-            "the context of .* is 140 tokens, too short for data.max_prompt_tokens .* = 140 and one more",
+            "the context of .* is 140 tokens; data.max_prompt_tokens .* need 141",
         ),
-        ({"tokens": "<extra>"}, "has other tokens than model.path .*: token '<extra>' differs"),
-        ({"vocabulary": 200}, "has 200 rows for 261 tokens; its server would end"),
+        ({"tokens": "<extra>"}, "needs the vocabulary of model.path .*: token '<extra>' differs"),
+        ({"vocabulary": 200}, "has 200 rows for 261 tokens; too few"),
         ({"path": "/nowhere/model"}, "teacher.path: the folder /nowhere/model does not exist"),
         ({"kind": "other"}, "teacher.url: .*the server is neither SGLang's nor vLLM's"),
     ],
@@ -263,7 +263,7 @@ def test_what_cannot_teach_is_refused_at_the_start(model, tmp_path, change, comp
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
-        ("sampling.max_tokens=9999", r"the context of .* is \d+ tokens, too short for .* = 10099 and one more"),
+        ("sampling.max_tokens=9999", r"the context of .* is \d+ tokens; .* need 10100"),
         ("teacher.gpus_each=3", r"teacher.gpus_each is 3, which does not divide the \d+ attention heads"),
         ("teacher.path={law: t}", r"teacher.path has no model for data_source 'anything'; give one for each"),
     ],
