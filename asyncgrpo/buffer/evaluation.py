@@ -398,11 +398,8 @@ class EvalSamples:
 
     def _write(self, step: int, groups: list[Deliver]) -> None:
         try:
-            rows = [
-                sample
-                for group in sorted(groups, key=lambda g: g.prompt_index)
-                for sample in held_out_samples(group, step)
-            ]
+            groups.sort(key=lambda group: group.prompt_index)
+            rows = [sample for group in groups for sample in held_out_samples(group, step)]
             SampleWriter(self._folder, self._keep).write(step, rows)
         except Exception as error:
             log.warning("cannot write the samples of the evaluation of step %d: %s", step, error)

@@ -149,11 +149,10 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
 def _verl(row: DataRow, column: str = "reward_model", also: str = "") -> Record:
     """Convert a row whose answer is the `ground_truth` of the object in a column. `also` names a column for the reward."""
     graded = row.get(column)
+    if graded is None:
+        raise Misfit(f"no {column}; {_ANSWER_IS}")
     if not isinstance(graded, dict):
-        problem = (
-            f"no {column}" if graded is None else f"{column} is {kind(graded)}; expected an object with ground_truth"
-        )
-        raise Misfit(f"{problem}; {_ANSWER_IS}")
+        raise Misfit(f"{column} is {kind(graded)}; expected an object with ground_truth")
     return Record(
         prompt=_prompt(row, "prompt"),
         answer=_required(graded, "ground_truth", shown=f"{column}.ground_truth"),

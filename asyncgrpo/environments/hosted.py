@@ -180,11 +180,9 @@ async def _serve(made: Loaded, host: Host) -> None:
             value = await call_function(made.make, **arguments)
             return Answer(score=None if value is None else score_of_value(value))
         game = games[ask.episode] = await call_function(made.make)
-        return (
-            Answer()
-            if made.takes is None
-            else Answer(reply=reply_of_reset(await call_function(game.reset, **arguments)))
-        )
+        if made.takes is None:
+            return Answer()
+        return Answer(reply=reply_of_reset(await call_function(game.reset, **arguments)))
 
     async def answer(number: int, ask: Ask) -> None:
         try:

@@ -320,11 +320,7 @@ class GeneratorService:
             await self._send_serving(None if self._activities.is_active("weights") else token_s, use.running)
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > liveness.RESEND_AFTER_S:
-                    log.warning(
-                        "group of lease %s not acknowledged after %.0f s: resending it",
-                        held.message.lease_id,
-                        liveness.RESEND_AFTER_S,
-                    )
+                    log.warning("group of lease %s was not acknowledged: resending it", held.message.lease_id)
                     held.sent_s = self._loop.time()
                     await self._client.send(held.message, held.payload)
 

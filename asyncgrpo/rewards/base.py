@@ -137,9 +137,7 @@ def scores_of_values(values: Any, count: int) -> list[Score]:
         return [failed("bad_type", f"a list of {count} rewards was expected, not {clip(values)}")] * count
     if len(values) != count:
         return [failed("bad_type", f"a list of {len(values)} was returned for {count} completions")] * count
-    nothing = failed(
-        "not_applicable", "the reward function returned None for this completion, and no other one scores it"
-    )
+    nothing = failed("not_applicable", "the reward function returned None, and no other one scores this completion")
     return [nothing if value is None else score_of_value(value) for value in values]
 
 

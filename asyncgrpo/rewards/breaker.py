@@ -189,13 +189,8 @@ class Breaker(Reward):
     def _report(self, call: _Call, score: Score) -> None:
         metrics.reward_failures_total.labels(failure=score.failure).inc()
         if (count := self._count(score)) is not None:
-            log.warning(
-                "reward failed (%s, %d so far), prompt %s: %s",
-                kind_of(score),
-                count,
-                call.prompt.prompt_id,
-                score.detail,
-            )
+            kind, prompt_id = kind_of(score), call.prompt.prompt_id
+            log.warning("reward failed (%s, %d so far), prompt %s: %s", kind, count, prompt_id, score.detail)
 
     def _count(self, score: Score) -> int | None:
         """Count a failure. Returns their number if it is news, else None."""

@@ -103,10 +103,8 @@ def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memor
 
 
 def _too_long(kind: type[Message], header: Buffer, payload: Buffer) -> str:
-    return (
-        f"{kind.__name__} has {len(header)} bytes of header and {len(payload)} of payload; "
-        f"the limits are {kind.max_header_bytes} and {kind.max_payload_bytes}"
-    )
+    most = f"{kind.max_header_bytes} and {kind.max_payload_bytes}"
+    return f"{kind.__name__} has {len(header)} bytes of header and {len(payload)} of payload; the limits are {most}"
 
 
 _IDS, _VALUES = "<i4", "<f4"
@@ -235,7 +233,7 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> l
         if completions and header.index <= completions[-1].index:
             raise _refused("schema", message, header.index, f"it follows completion {completions[-1].index}")
         _check_header(message, header)
-        length, kept, teacher, routes = header.num_tokens, None, None, None
+        length, recorded = header.num_tokens, dict[str, Any]()
         token_ids, logprobs = ids(sampled, length, "a token id"), values(sampled, length, "a log-prob")
         observations = tuple(
             Observation(at, ids(observed, size, "a token id of an observation")) for at, size in header.observed
@@ -244,28 +242,18 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> l
             counts = chosen.take(length)
             if counts.min(initial=1) < 1 or counts.sum(dtype=np.int64) != header.kept:
                 raise _refused("schema", message, header.index, "the counts of its kept tokens do not add up")
-            kept = KeptTokens(ids(chosen, header.kept, "a kept token"), counts)
+            recorded["kept"] = KeptTokens(ids(chosen, header.kept, "a kept token"), counts)
         if header.teacher:
             shape = length, header.teacher - 1
-            teacher = TeacherLogprobs(
+            recorded["teacher"] = TeacherLogprobs(
                 values(chosen, length, "a log-prob of the teacher"),
                 ids(chosen, math.prod(shape), "a token of the teacher").reshape(shape),
                 values(chosen, math.prod(shape), "a log-prob of the teacher").reshape(shape),
             )
         if header.routes_bytes:
-            routes = _routes(message, header, chosen.take(header.routes_bytes // 4))
+            recorded["routes"] = _routes(message, header, chosen.take(header.routes_bytes // 4))
         completions.append(
-            Completion(
-                header.index,
-                token_ids,
-                logprobs,
-                header.spans,
-                header.finish_reason,
-                observations,
-                kept,
-                routes,
-                teacher,
-            )
+            Completion(header.index, token_ids, logprobs, header.spans, header.finish_reason, observations, **recorded)
         )
     return completions
 

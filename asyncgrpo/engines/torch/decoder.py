@@ -224,11 +224,8 @@ class Decoder:
     @torch.inference_mode()
     def recompute(self) -> None:
         """Replace the keys and values of every row by those of the weights that the model has now."""
-        lengths = self._rows["length"]
-        self._prefill(
-            [self._tokens[row, : lengths[row] - 1] for row in range(self.num_running)],
-            [[row] for row in range(self.num_running)],
-        )
+        lengths, rows = self._rows["length"], range(self.num_running)
+        self._prefill([self._tokens[row, : lengths[row] - 1] for row in rows], [[row] for row in rows])
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
@@ -250,16 +247,9 @@ class Decoder:
     def _add(self, request: Request, completions: Sequence[PendingCompletion], slots: list[int]) -> None:
         prompt, sampling = request.prompt, request.sampling
         limit = min(len(prompt) + sampling.max_tokens, self.max_context)
+        knobs = sampling.temperature, sampling.top_p, sampling.top_k
         for slot, completion in zip(slots, completions, strict=True):
-            self._rows[slot] = (
-                len(prompt),
-                len(prompt),
-                limit,
-                completion.seed & 0xFFFF_FFFF_FFFF_FFFF,
-                sampling.temperature,
-                sampling.top_p,
-                sampling.top_k,
-            )
+            self._rows[slot] = (len(prompt), len(prompt), limit, completion.seed & 0xFFFF_FFFF_FFFF_FFFF, *knobs)
         self._tokens[slots, : len(prompt)] = prompt
         missing = len(sampling.stop_token_ids) - self._stops.shape[1]
         if missing > 0:
