@@ -122,6 +122,7 @@ class Buffer:
         self.is_held_back = False
         """True if the bound on lag was why the last `take` returned None."""
         self._asked_at: PolicyVersion | None = None  # the version of the learner's last request
+        self._asked_s = self._held_back_s = 0.0  # time of that request, and how long the bound then made it wait
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
         self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
@@ -403,7 +404,7 @@ class Buffer:
         if is_new or not self._lacks_a_batch:
             self._evict_stale(version)
         if is_new:
-            self._asked_at, self.is_held_back = version, False
+            self._asked_at, self._asked_s, self._held_back_s, self.is_held_back = version, now_s, 0.0, False
             leased, ready = self.count(State.LEASED), self.count(State.READY)
             self._admission.batch_requested(leased, ready, now_s)
         batch = self._choose(version)
@@ -411,6 +412,8 @@ class Buffer:
             # A larger bound would give a batch sooner: by taking one, or by beginning more groups.
             self.is_held_back = self.count(State.READY) >= self.config.prompts_per_step or not self._has_slot()
             return None
+        if self.is_held_back:
+            self._held_back_s = now_s - self._asked_s
         self._admission.batch_taken(now_s, self.num_slots)
         for entry in batch:
             self._set_state(entry, State.TAKEN)
@@ -422,9 +425,9 @@ class Buffer:
         self._evict_stale(PolicyVersion(version.lineage, version.number + 1))
         return batch
 
-    def forget_request(self) -> None:
-        """Count the learner's wait for its batch from the next `take` on."""
-        self._asked_at = None
+    def forget_request(self, now_s: float) -> None:
+        """Count the step from now on, and the learner's wait for its batch from the next `take` on."""
+        self._asked_at, self._asked_s = None, now_s
 
     def trained(self, version: PolicyVersion) -> None:
         """Record that the learner has made `version`: the taken groups are trained, and their slots are free.
@@ -439,14 +442,15 @@ class Buffer:
             self._finish(entry.prompt_index, "trained", entry.message)
         self._evict_stale(version)
 
-    def step_ended(self, version: PolicyVersion, shares: Mapping[int, float], waited: float) -> None:
+    def step_ended(self, version: PolicyVersion, shares: Mapping[int, float], now_s: float) -> None:
         """Choose the bound in force from the step that made `version`, where it is `auto`.
 
         Args:
-            shares, waited: as in `AutoLag.step_ended`.
+            shares: as in `AutoLag.step_ended`.
         """
         if self._auto is None:
             return
+        waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
         before, after = self.max_lag, self._auto.step_ended(version.number, shares, waited)
         if after != before:
             self.journal.append(BoundChanged(version=version, max_lag=after))

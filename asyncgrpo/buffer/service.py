@@ -114,8 +114,6 @@ class BufferService:
         # The learner.
         self._learner: str | None = None
         self._take: Take | None = None
-        self._asked_for: PolicyVersion | None = None  # version of the learner's last request
-        self._asked_s = self._held_back_s = 0.0  # time of that request, and how long the bound then made it wait
         self._may_take = False  # True if anything changed since `Buffer.take` last returned None
         self._batch: list[GroupEntry] | None = None  # taken, but not in the journal yet
         # The reply to the learner's last request and the groups in it, until the learner has trained them.
@@ -241,8 +239,7 @@ class BufferService:
                 session.window = asked.groups_in_flight or session.window
             metrics.paused.set(asked.is_paused)
             if self._steer.is_paused and not asked.is_paused:  # the learner did not wait for groups meanwhile
-                self._asked_s = now_s
-                self._buffer.forget_request()
+                self._buffer.forget_request(now_s)
             self._steer, self._may_take = asked, True
         for name, session in self._sessions.items():
             if session.peer in self._steer.ending:
@@ -305,12 +302,9 @@ class BufferService:
             case Take():
                 self._trained(message.version)
                 self._evaluations.request(message.evaluate, now_s)
-                self._learner, self._waiting_sent_s = peer, now_s
-                # With a report on the step before.
-                if self._asked_for is not None and message.version > self._asked_for:
-                    waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
-                    self._buffer.step_ended(message.version, message.shares_within, waited)
-                self._take, self._asked_for, self._asked_s, self._held_back_s = message, message.version, now_s, 0.0
+                if self._take is None:  # else it is repeated
+                    self._buffer.step_ended(message.version, message.shares_within, now_s)
+                self._learner, self._waiting_sent_s, self._take = peer, now_s, message
             case Trained(version=version):
                 self._trained(version)
             case RequestEval(step=step):
@@ -617,8 +611,6 @@ class BufferService:
             if self._batch is None and self._may_take and not is_blocked and not self._steer.is_paused:
                 self._may_take = False
                 self._batch = self._buffer.take(self._take.version, now_s)
-                if self._batch is not None and self._buffer.is_held_back:
-                    self._held_back_s = now_s - self._asked_s
             if self._batch is not None and self._journal.is_blocked is None:  # its manifest is written
                 self._reply(self._make_batch(self._take, self._batch, now_s), self._batch)
                 return

@@ -204,7 +204,7 @@ def test_a_pause_that_begins_while_the_learner_waits_is_no_part_of_its_wait():
         for _ in range(2):
             plane.hear("g", deliver(plane.oldest_lease(), number), PAYLOAD)
     waits = [waited_s for waited_s, _ in plane.buffer._admission._seconds]
-    assert [*waits, plane.service._held_back_s] == pytest.approx([1.0, 1.0, 1.0], abs=0.3)
+    assert [*waits, plane.buffer._held_back_s] == pytest.approx([1.0, 1.0, 1.0], abs=0.3)
 
 
 def test_a_pause_holds_from_the_first_weights_of_a_restarted_buffer_on_though_a_new_bound_waits_for_them():
