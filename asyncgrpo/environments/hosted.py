@@ -39,8 +39,6 @@ from asyncgrpo.types import Score
 
 AGENT = "agent:"
 """Prefix of the specification of an agent, among those of environments."""
-GIVEN = ("base_url", "api_key", "model")
-"""Names that an agent may take, beside those of a row."""
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 
@@ -110,7 +108,7 @@ def load(spec: str) -> Loaded:
         # Its client would ask a proxy for our address otherwise.
         direct = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = direct
-        takes = names_of(run, (*GIVEN, *TASK_NAMES), f"{path}: {name}")
+        takes = names_of(run, (*Access.__struct_fields__, *TASK_NAMES), f"{path}: {name}")
         if "base_url" not in takes:
             raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
         return Loaded(about=f"agent {name} of {path.name}", make=run, takes=takes)

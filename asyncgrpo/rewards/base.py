@@ -111,20 +111,17 @@ def failed(failure: str, detail: str = "", *, seconds: float = 0.0) -> Score:
     return Score(failure=failure, detail=detail[:MAX_DETAIL], seconds=seconds)
 
 
-def score_of_call(function: Callable[[], Any]) -> Score:
-    """Call `function` and make a score of what it returns or raises. Nothing escapes, not even `SystemExit`."""
-    try:
-        return score_of_value(function())
-    except BaseException as error:
-        return failed("exception", describe(error))
+def scores_of_call(function: Callable[[], Any], group_size: int | None = None) -> list[Score]:
+    """Call a function, and make scores of what it returns or raises. Nothing escapes, not even `SystemExit`.
 
-
-def scores_of_call(function: Callable[[], Any], count: int) -> list[Score]:
-    """Call a function for a group of `count` completions, and make their scores of what it returns or raises."""
+    Args:
+        group_size: completions that it scores at once, with a list; None: one, with a value.
+    """
     try:
-        return scores_of_values(function(), count)
+        value = function()
+        return [score_of_value(value)] if group_size is None else scores_of_values(value, group_size)
     except BaseException as error:
-        return [failed("exception", describe(error))] * count
+        return [failed("exception", describe(error))] * (group_size or 1)
 
 
 def scores_of_values(values: Any, count: int) -> list[Score]:

@@ -22,7 +22,7 @@ import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError, RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, Host
-from asyncgrpo.rewards.base import Reward, Sampled, describe, failed, score_of_call, scores_of_call
+from asyncgrpo.rewards.base import Reward, Sampled, describe, failed, scores_of_call
 from asyncgrpo.types import Prompt, Score
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def _score(scorer: Scorer, takes_groups: bool, call: Call, runner: asyncio.Runne
         return await value
 
     started, count = time.perf_counter(), len(call.completions)
-    scores = scores_of_call(run, count) if takes_groups else [score_of_call(run)]
+    scores = scores_of_call(run, count if takes_groups else None)
     seconds = (time.perf_counter() - started) / count
     return [msgspec.structs.replace(score, seconds=seconds) for score in scores]
 

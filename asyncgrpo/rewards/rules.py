@@ -24,7 +24,7 @@ import msgspec
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import maths
-from asyncgrpo.rewards.base import Reward, Sampled, failed, score_of_call
+from asyncgrpo.rewards.base import Reward, Sampled, failed, scores_of_call
 from asyncgrpo.rewards.code import CodeReward
 from asyncgrpo.rewards.maths import GYM_SOURCE, check_gym_source, last_boxed, tagged
 from asyncgrpo.rewards.pool import PoolReward
@@ -358,7 +358,7 @@ def _first(value: Any) -> Any:
 
 def _timed(rule: Callable[..., Any], *arguments: Any) -> Score:
     started = time.perf_counter()
-    score = score_of_call(lambda: rule(*arguments))
+    (score,) = scores_of_call(lambda: rule(*arguments))
     return msgspec.structs.replace(score, seconds=time.perf_counter() - started)
 
 
