@@ -41,6 +41,8 @@ class Life:
     buffer: Buffer
     source: PromptSource
     steps: list[tuple[int, ...]] = field(default_factory=list)
+    issued: set[PolicyVersion] = field(default_factory=set)
+    """Versions whose batch was sent. A reply that was lost is repeated, whatever the disk does since."""
     trained: set[int] = field(default_factory=set)
     kept: dict[str, Kept] = field(default_factory=dict)
     """Groups in the buffer's keeping that are not done, by lease id."""
@@ -207,9 +209,12 @@ class Checker:
     def sent_by_buffer(self, message: Message) -> None:
         """The buffer says `message`, and has just done what it says."""
         life = self._life
-        if isinstance(message, Batch) or (isinstance(message, Grant) and message.lease.purpose == "train"):
+        is_new_batch = isinstance(message, Batch) and message.version not in life.issued
+        if is_new_batch or (isinstance(message, Grant) and message.lease.purpose == "train"):
             blocked = life.buffer.journal.is_blocked
             self._require(blocked is None, "P17 blocked", f"{type(message).__name__} in spite of {blocked}")
+        if isinstance(message, Batch):
+            life.issued.add(message.version)
         if isinstance(message, Cancel):
             life.ended.update(message.lease_ids)
             life.num_told += len(message.lease_ids) * (message.reason == "stale")
