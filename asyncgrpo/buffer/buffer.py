@@ -87,12 +87,6 @@ class GroupEntry:
         """Number of the last version at which a step may take it."""
         return self.oldest.number + self.max_lag
 
-    def arrived(self, message: Deliver, payload: bytes | memoryview, now_s: float | None = None) -> None:
-        """Store the group of this lease. `message` has at least one version span."""
-        self.message, self.payload, self.ready_at_s = message, payload, now_s
-        self.num_tokens = message.num_tokens
-        self.oldest = message.versions[0]
-
 
 @dataclass(eq=False)
 class Buffer:
@@ -598,11 +592,11 @@ class Buffer:
     def _arrive(
         self, entry: GroupEntry, message: Deliver, payload: bytes | memoryview, now_s: float | None = None
     ) -> None:
-        """Make a lease a ready group, with the deadline of its oldest token."""
+        """Make a lease a ready group, with the deadline of its oldest token. `message` has at least one version span."""
         self._end_lease(entry)
         self._count(entry, -1)
-        entry.arrived(message, payload, now_s)
-        entry.state = State.READY
+        entry.message, entry.payload, entry.ready_at_s = message, payload, now_s
+        entry.num_tokens, entry.oldest, entry.state = message.num_tokens, message.versions[0], State.READY
         self._count(entry, 1)
         self.tokens_in_flight += entry.num_tokens
 

@@ -13,7 +13,7 @@ import msgspec
 
 from asyncgrpo import metrics
 from asyncgrpo.types import GeneratorSeconds, PolicyVersion, RewardHealth
-from asyncgrpo.wire.rollouts import OF_ONE_BATCH, RewardFailed
+from asyncgrpo.wire.rollouts import OF_ONE_BATCH
 
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
@@ -229,11 +229,6 @@ class RewardMonitor:
         elif before is None or health.probe_in_s > before:  # paused, or another probe failed
             self._paused_since_s.setdefault(generator, now_s)
             self._emit("rewards_paused", actor=generator, reason=health.last, probe_in_s=health.probe_in_s)
-
-    def failed(self, message: RewardFailed) -> None:
-        """Emit the failures of one kind, as a generator reports them."""
-        actor, detail = message.generator_id, message.detail[:500]
-        self._emit("reward_failed", actor=actor, failure=message.failure, detail=detail, count=message.count)
 
     def forget(self, generator: str, now_s: float) -> None:
         """Forget a lost generator."""

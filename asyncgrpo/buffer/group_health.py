@@ -6,8 +6,8 @@ import os
 import statistics
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -78,19 +78,16 @@ BLAMED = frozenset({POISON, "failed"})
 """Reasons that blame the prompt. If all its attempts failed for one of them, it is quarantined."""
 
 
-class EarlierFailures(NamedTuple):
+@dataclass
+class EarlierFailures:
     """Failures of prompts in earlier starts of the run, by prompt index."""
 
-    attempts: Counter[int]
+    attempts: Counter[int] = field(default_factory=Counter)
     """Failed leases."""
-    blamed: Counter[int]
+    blamed: Counter[int] = field(default_factory=Counter)
     """Failed leases with a reason in `BLAMED`."""
-    interruptions: Counter[int]
+    interruptions: Counter[int] = field(default_factory=Counter)
     """Ends of generators with the prompt in flight, since its last completion."""
-
-    @staticmethod
-    def none() -> "EarlierFailures":
-        return EarlierFailures(Counter(), Counter(), Counter())
 
 
 class IsolatedPrompts:

@@ -84,7 +84,7 @@ def reopen(
         JournalError: the folder cannot be read. (A failed write is retried.)
     """
     if config.durability == "memory":
-        return Reopened(InMemory(), History(folder, [], []), [], EarlierFailures.none())
+        return Reopened(InMemory(), History(folder, [], []), [], EarlierFailures())
     history = read_rest(folder, run_started.parent, prompts.is_done)
     repair(history)
     if config.max_lag == "auto":
@@ -215,7 +215,7 @@ def earlier_failures(history: History, prompts: PromptSource) -> EarlierFailures
 
     Starts whose weights are gone count too: a prompt that crashed their generators may crash others.
     """
-    earlier = EarlierFailures.none()
+    earlier = EarlierFailures()
     for found in history.found:
         match found.record:
             case Dropped(prompt_index=index, reason=reason) if reason in FAILED_ATTEMPTS and prompts.is_wanted(index):

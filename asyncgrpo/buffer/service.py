@@ -52,7 +52,6 @@ from asyncgrpo.wire.rollouts import (
     TakeSnapshot,
     Trained,
     Waiting,
-    Welcome,
 )
 from asyncgrpo.wire.sockets import Server
 from asyncgrpo.wire.supervision import Drain, GeneratorLost, Steer
@@ -292,9 +291,9 @@ class BufferService:
                 self._evaluations.awaits_scores(name, lease_id)
             case LeaseFailed():
                 self._lease_failed(message, now_s)
-            case RewardFailed(generator_id=name):
+            case RewardFailed(generator_id=name, failure=failure, detail=detail, count=count):
                 if name in self._sessions:
-                    self._rewards.failed(message)
+                    self._emit("reward_failed", actor=name, failure=failure, detail=detail[:500], count=count)
             # Not compared as a whole: a NaN share differs from itself.
             case Take() | LastEvals() if self._replied is not None and _version_of(message) == self._replied[0].version:
                 log.info("the learner has not received the reply to its request, which is repeated")
@@ -348,7 +347,7 @@ class BufferService:
             self._speaks_for[peer] = name
             window = self._steer.groups_in_flight or message.window
             self._sessions[name] = Session(peer, message.incarnation, window, now_s)
-        self._server.send(peer, Welcome())
+            log.info("generator %s has registered", name)
 
     def _note_serving(self, peer: str, message: Serving, now_s: float) -> None:
         name = message.generator_id

@@ -45,7 +45,6 @@ from asyncgrpo.wire.rollouts import (
     RewardFailed,
     Serving,
     Shutdown,
-    Welcome,
 )
 from asyncgrpo.wire.sockets import AsyncClient, Keys
 
@@ -240,8 +239,6 @@ class GeneratorService:
             case Reregister():
                 log.warning("the buffer dropped this generator: registering again")
                 await self._register()
-            case Welcome():
-                log.info("registered with the buffer")
 
     async def _work(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
         """Generate the group of one lease and deliver it, or report the failure."""

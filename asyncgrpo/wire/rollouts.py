@@ -57,7 +57,7 @@ class Serving(Message):
     running: Count = 0
     """Completions that are sampled at once."""
     leases: tuple[str, ...] | None = None
-    """Those it works on or whose groups are not acknowledged yet; None: this release does not tell."""
+    """Those it works on or whose groups are not acknowledged yet; None: unknown."""
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,10 +173,6 @@ OfGenerator = Register | Serving | Deliver | AwaitsScores | LeaseFailed | Reward
 # -- buffer -> generator -----------------------------------------------------------------------------------------------
 
 
-class Welcome(Message):
-    """Reply to Register."""
-
-
 class Reregister(Message):
     """Asks an unknown generator to register again."""
 
@@ -213,7 +209,7 @@ class Shutdown(Message):
     """Asks a generator to close its engine and exit: the run is over."""
 
 
-ToGenerator = Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
+ToGenerator = Reregister | Grant | Ack | Nack | Cancel | Shutdown
 
 
 # -- learner -> buffer -------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from asyncgrpo.wire.rollouts import (
     Serving,
     Trained,
     Waiting,
-    Welcome,
 )
 from asyncgrpo.wire.supervision import Drain, Steer
 from tests.buffer.test_buffer import deliver, make_buffer, prompts, v
@@ -120,9 +119,9 @@ def test_a_generator_that_was_asked_twice_for_its_first_word_keeps_its_leases():
     served.hear("learner", Trained(version=v(0)))
     for _ in range(2):
         assert served.hear("g-1", serving(0)) == [("g-1", Reregister.__name__)]
-    assert served.hear("g-1", register("g-1")) == [("g-1", Welcome.__name__)]
+    assert served.hear("g-1", register("g-1")) == []
     assert granted(served.hear("g-1", serving(0))) == ["g-1"] * 2
-    assert served.hear("g-1", register("g-1")) == [("g-1", Welcome.__name__)]
+    assert served.hear("g-1", register("g-1")) == []
     assert served.buffer.held_by("g") == 2 and not served.buffer.outcomes["requeued"]
 
 

@@ -257,7 +257,7 @@ class Readers:
         ]  # fmt: skip
         self._to_generator: list[Message] = [
             rollouts.Ack(lease_id="1.0.0"), rollouts.Nack(lease_id="1.0.0", reason="r"),
-            rollouts.Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), rollouts.Welcome(),
+            rollouts.Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
             weights.WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),

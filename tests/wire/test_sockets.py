@@ -13,7 +13,7 @@ import pytest
 from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import sockets
 from asyncgrpo.wire.codec import decode, encode, pack_group
-from asyncgrpo.wire.rollouts import Cancel, Register, Reregister, Welcome
+from asyncgrpo.wire.rollouts import Cancel, Register, Reregister, Shutdown
 from asyncgrpo.wire.sockets import AsyncClient, Client, Keys, Server, is_loopback
 from tests.wire.test_codec import make_group
 
@@ -64,7 +64,7 @@ async def test_what_is_sent_together_arrives_one_by_one(server, opened):
         assert client.receive(0.05) is None
     assert [client.receive(5.0)[0].reason for _ in range(5)] == list("01234")
     assert [(await waiting.receive())[0].reason for _ in range(5)] == list("01234")
-    assert not server.send("nobody", Welcome()), "and alone it goes at once"
+    assert not server.send("nobody", Shutdown()), "and alone it goes at once"
 
 
 def test_a_client_takes_longer_messages_than_a_server(monkeypatch, opened):
@@ -82,15 +82,15 @@ def test_a_broken_message_does_not_hide_those_beside_it(server, opened):
     client = opened(Client(server.endpoint, "g"))
     client.send(REGISTER)
     server.receive(5.0)
-    good, broken = encode(Welcome()), encode(Reregister())
+    good, broken = encode(Shutdown()), encode(Reregister())
     client._socket.send_multipart([b"half"])
     with pytest.raises(WireError):
         decode(server.receive(5.0)[1])
     server._socket.send_multipart([b"g", *good, broken[0][:-1], broken[1], *good, b"half"])
-    assert client.receive(5.0)[0] == Welcome()
+    assert client.receive(5.0)[0] == Shutdown()
     for is_good in (False, True, False):
         with contextlib.nullcontext() if is_good else pytest.raises(WireError):
-            assert client.receive(5.0)[0] == Welcome()
+            assert client.receive(5.0)[0] == Shutdown()
     assert client.receive(0.01) is None
 
 
