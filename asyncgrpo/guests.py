@@ -97,17 +97,17 @@ class Guest:
         try:
             async with asyncio.timeout(timeout_s):
                 guest.ready = msgspec.msgpack.decode((await guest._frame())[1], type=ready)
-        except TimeoutError:
-            await guest.kill()
-            raise RewardError(f"{what} was not imported within {timeout_s:g} s; does its import wait?{hint}") from None
-        except GuestEnded:
-            raise RewardError(f"the process {await guest.kill()} while it loaded {what}; see its stderr") from None
-        except BaseException:  # cancelled
-            await guest.kill()
+            if guest.ready.error:
+                raise RewardError(guest.ready.error)
+        except BaseException as error:
+            ending = await guest.kill()
+            if isinstance(error, TimeoutError):
+                raise RewardError(
+                    f"{what} was not imported within {timeout_s:g} s; does its import wait?{hint}"
+                ) from None
+            if isinstance(error, GuestEnded):
+                raise RewardError(f"the process {ending} while it loaded {what}; see its stderr") from None
             raise
-        if guest.ready.error:
-            await guest.kill()
-            raise RewardError(guest.ready.error)
         guest._reading = asyncio.create_task(guest._read(), name="guest")
         return guest
 

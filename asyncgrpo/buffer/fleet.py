@@ -13,7 +13,6 @@ import msgspec
 
 from asyncgrpo import metrics
 from asyncgrpo.types import GeneratorSeconds, PolicyVersion, RewardHealth
-from asyncgrpo.wire.rollouts import OF_ONE_BATCH
 
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
@@ -177,14 +176,14 @@ class Load:
             self._spent[activity] += max(0.0, seconds - getattr(before, activity))
 
     def since_batch(self) -> dict[str, float]:
-        """Return mean loads and the seconds of all generators by activity since the last call, named as in `batch_figures`.
+        """Return mean loads and the seconds of all generators by activity since the last call.
 
         If no time has passed, the means are the current load.
         """
         means = self._load
         if self._elapsed_s > 0:
             means = {name: seconds / self._elapsed_s for name, seconds in self._seconds.items()}
-        figures = {OF_ONE_BATCH + name: float(figure) for name, figure in {**means, **self._spent}.items()}
+        figures = {**means, **self._spent}
         self._seconds, self._elapsed_s, self._spent = dict.fromkeys(self._seconds, 0.0), 0.0, Counter()
         return figures
 

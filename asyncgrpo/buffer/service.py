@@ -633,7 +633,7 @@ class BufferService:
             version=take.version,
             groups=tuple(e.message for e in entries if e.message is not None),
             payload_sizes=tuple(len(e.payload) for e in entries),
-            counters=counters(self._buffer) | figures,
+            counters=counters(self._buffer) | {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()},
             evals=self._evaluations.take_finished(),
         )
 
@@ -756,12 +756,12 @@ def counters(buffer: Buffer) -> dict[str, float]:
 def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now_s: float) -> dict[str, float]:
     """Observe the batch of the step that starts at `version` in this process's metrics, and return its statistics.
 
-    These are the occupancy of the buffer and the waiting time, with names that begin with `OF_ONE_BATCH`. `under_way` counts
-    leased and ready groups, the batch included. `ready_seconds` is absent if all groups come from an earlier start.
+    These are the occupancy of the buffer and the waiting time. `under_way` counts leased and ready groups, the batch
+    included. `ready_seconds` is absent if all groups come from an earlier start.
     """
     under_way = buffer.count(State.LEASED) + buffer.count(State.READY) + len(batch)
-    figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way, "wanted": buffer.wanted}
-    figures_of_batch = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
+    figures: dict[str, float] = {"max_lag": buffer.max_lag, "slots": buffer.num_slots}
+    figures |= {"under_way": under_way, "wanted": buffer.wanted}
     for entry in batch:
         lag = version - entry.oldest.number
         metrics.group_lag_steps.observe(lag)
@@ -769,4 +769,4 @@ def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now
     waited = [now_s - entry.ready_at_s for entry in batch if entry.ready_at_s is not None]
     for waited_s in waited:
         metrics.group_ready_seconds.observe(waited_s)
-    return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
+    return figures | ({"ready_seconds": sum(waited) / len(waited)} if waited else {})

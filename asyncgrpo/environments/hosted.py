@@ -185,8 +185,6 @@ async def _serve(made: Loaded, host: Host) -> None:
     async def answer(number: int, ask: Ask) -> None:
         try:
             found = await answer_to(ask)
-        except EnvironmentFailed as error:
-            found = Answer(error=str(error))
         except BaseException as error:
             found = Answer(error=describe(error)[:MAX_DETAIL])
         host.reply(number, found)

@@ -51,6 +51,8 @@ class Reward:
     """True if scores of training prompts have a teacher's log-probs, also of completions that their environment scored."""
     about: str = ""
     """Name and form of what it calls."""
+    owns: Sequence[Any] = ()
+    """Other rewards and services, which it closes."""
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """The score of each completion of one prompt. A call that runs has a deadline, which it never passes by more than
@@ -62,6 +64,8 @@ class Reward:
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""
+        for one in self.owns:
+            await one.close()
 
 
 async def each_in_turn(

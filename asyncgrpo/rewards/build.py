@@ -113,7 +113,7 @@ class CombinedReward(Reward):
     """
 
     def __init__(self, rewards: Sequence[Weighted], combine: Literal["sum", "first", "gate"] = "sum") -> None:
-        self._rewards, self._how = rewards, combine
+        self._rewards, self._how, self.owns = rewards, combine, [one.reward for one in rewards]
         self._rounds: dict[str, Sequence[Sequence[Weighted]]] = {
             "sum": [rewards],
             "first": [[one] for one in rewards],
@@ -143,11 +143,6 @@ class CombinedReward(Reward):
             if not left:
                 break
         return [self._combine(of_one) for of_one in given]
-
-    async def close(self) -> None:
-        """End every worker process."""
-        for one in self._rewards:
-            await one.reward.close()
 
     def _goes_on(self, given: dict[str, Score]) -> bool:
         """Return True if rewards of the next round are called for a completion, by the scores of those before."""

@@ -482,6 +482,7 @@ class CodeReward(Reward):
         self._service: FusionRunner | None = None
         if code.url is not None:
             self._service = FusionRunner(code.url, timeout_s=code.timeout_s, memory_mb=code.memory_mb)
+        self.owns = [self._here] if self._service is None else [self._here, self._service]
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise RewardError or ConfigError if code cannot be run. Blocks while bubblewrap runs a program to find out."""
@@ -505,9 +506,3 @@ class CodeReward(Reward):
                 return failed("exception", describe(error))
 
         return await each_in_turn(self._turn, score_there, completions)
-
-    async def close(self) -> None:
-        """End every worker process, and close the connections."""
-        await self._here.close()
-        if self._service is not None:
-            await self._service.close()

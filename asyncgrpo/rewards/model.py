@@ -90,7 +90,7 @@ class JudgeReward(Reward):
             if not key:
                 raise RewardError(f"reward.judge.api_key_env names {variable}, which is not set in the environment")
         self._service = Service(chat_url(settings.url), deadline_s=settings.timeout_s, key=key)
-        self._turn = asyncio.Semaphore(settings.max_concurrent)
+        self._turn, self.owns = asyncio.Semaphore(settings.max_concurrent), (self._service,)
         self.about = f"judge, {self._fields['model']} at {self._service.url}"
 
     def check_sources(self, sources: set[str]) -> None:
@@ -100,10 +100,6 @@ class JudgeReward(Reward):
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
         return await each_in_turn(self._turn, partial(self._score_one, prompt), completions)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._service.close()
 
     async def _score_one(self, prompt: Prompt, completion: Sampled) -> Score:
         parts = {"prompt": text_of(prompt), "completion": completion.text, "answer": _as_text(prompt.answer)}
@@ -272,7 +268,10 @@ class ServedModelReward(Reward):
         self._tokenizer = loaded("AutoTokenizer", config.path)
         self._longest = positions_of(loaded("AutoConfig", config.path))
         self._service = Service(f"{config.url.rstrip('/')}/classify", deadline_s=config.timeout_s)
-        self.about = f"reward model {config.path} at {self._service.url}, one call for a group"
+        self.about, self.owns = (
+            f"reward model {config.path} at {self._service.url}, one call for a group",
+            (self._service,),
+        )
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise ConfigError if the server cannot be reached. Any `data_source` will do."""
@@ -287,10 +286,6 @@ class ServedModelReward(Reward):
         seconds = (time.perf_counter() - started) / len(sequences)
         scores = [next(scored) if len(ids) <= self._longest else too_long(ids, self._longest) for ids in sequences]
         return [msgspec.structs.replace(score, seconds=seconds) for score in scores]
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._service.close()
 
     async def _scores(self, sequences: list[list[int]]) -> list[Score]:
         """The score of each sequence, or the failure that all of them share."""

@@ -250,6 +250,7 @@ class RuleReward(Reward):
             "gym": pool("asyncgrpo.rewards.maths:load_gym"),
             "code": CodeReward(config),
         }
+        self.owns = [*self._by_rule.values()]
         if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:
             known = [BY_SOURCE, *SHAPE_RULES, *OTHERS, *filter(str.isidentifier, self.known_sources)]
             raise RewardError(
@@ -289,11 +290,6 @@ class RuleReward(Reward):
             return await self._by_rule[rule].score(prompt, completions)
         text_rule = self._text_rules[rule]
         return [_timed(text_rule, one.text, prompt.answer) for one in completions]
-
-    async def close(self) -> None:
-        """End every worker process."""
-        for one in self._by_rule.values():
-            await one.close()
 
     def _rule(self, source: str) -> str | None:
         """`maths`, `code`, `gym`, the name of a text rule, or None. A rule under exactly this name comes before prefixes."""

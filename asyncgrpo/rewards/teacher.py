@@ -242,7 +242,7 @@ class TaughtReward(Reward):
             group_size: completions from this index on are greedy baselines, which are not taught.
         """
         self._reward, self._teachers, self.takes_groups = reward, teachers, reward.takes_groups
-        self._group_size = group_size
+        self._group_size, self.owns = group_size, (reward, *teachers.values())
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
@@ -260,12 +260,6 @@ class TaughtReward(Reward):
             elif score.failure is None:
                 scores[index] = TaughtScore(**msgspec.structs.asdict(score), teacher=teacher)
         return scores
-
-    async def close(self) -> None:
-        """End every worker process, and close the connections."""
-        await self._reward.close()
-        for teacher in self._teachers.values():
-            await teacher.close()
 
     async def _teach(self, prompt: Prompt, completion: Completion | None) -> TeacherLogprobs | Score | None:
         """Return the teacher's log-probs, or a failure; None for a greedy baseline."""
