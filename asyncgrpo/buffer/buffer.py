@@ -334,11 +334,7 @@ class Buffer:
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def accept(
-        self,
-        message: Deliver,
-        payload: bytes | memoryview,
-        now_s: float | None = None,
-        head: Frame | None = None,
+        self, message: Deliver, payload: bytes | memoryview, now_s: float | None = None, head: Frame | None = None
     ) -> str | None:
         """Keep a delivered group, once. Return None, or the reason of the refusal.
 

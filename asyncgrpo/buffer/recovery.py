@@ -68,11 +68,7 @@ class Reopened:
 
 
 def reopen(
-    folder: Path,
-    run_started: RunStarted,
-    prompts: PromptSource,
-    config: BufferConfig,
-    **of_journal: Any,
+    folder: Path, run_started: RunStarted, prompts: PromptSource, config: BufferConfig, **of_journal: Any
 ) -> Reopened:
     """Read and repair the journal in `folder`, decide on its groups, and continue writing it.
 
@@ -93,12 +89,7 @@ def reopen(
     verdicts = judge(history, prompts, run_started, config)
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
     journal = Journal(
-        history,
-        run_started,
-        config.durability,
-        survivors=survivors,
-        keep=config.keep_journal,
-        **of_journal,
+        history, run_started, config.durability, survivors=survivors, keep=config.keep_journal, **of_journal
     )
     return Reopened(journal, history, verdicts, earlier_failures(history, prompts), run_started.max_lag)
 

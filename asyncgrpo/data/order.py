@@ -205,7 +205,7 @@ class Curriculum:
         return zlib.compress(self._shares.tobytes(), 1) if self.is_on else b""
 
     def restore(self, state: bytes, rounds_under_way: Callable[[], object]) -> None:
-        """Restore the `state` of a checkpoint.
+        """Restore the `state` of a checkpoint, right after `begin`.
 
         Args:
             rounds_under_way: calls `order` for all rounds that the checkpoint had begun. Without shares in the state they
@@ -213,7 +213,6 @@ class Curriculum:
         Raises:
             CheckpointError: the file of such a round is missing or belongs to other prompts.
         """
-        self._shares[:] = UNKNOWN
         self._must_be_there = bool(state)
         rounds_under_way()
         self._must_be_there = False

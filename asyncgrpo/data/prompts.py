@@ -174,7 +174,9 @@ class PromptSource:
         )
 
     def restore(self, state: PromptState) -> None:
-        """Restore a state: every prompt that was not done is issued again, once, in order. The number of epochs may change.
+        """Restore a state: every prompt that was not done is issued again, once, in order. Call before any is issued.
+
+        The number of epochs may change.
 
         Raises:
             CheckpointError: the state is of other prompts or of another order, or the order is lost.
@@ -197,10 +199,6 @@ class PromptSource:
             self.curriculum.restore(state.shares, lambda: [self._permutation(epoch) for epoch in under_way])
         self._frontier = self._next = state.frontier
         self._done_beyond = set(state.done_beyond)
-        self._outstanding.clear()
-        self._given_back.clear()
-        self._isolated.clear()
-        self._claimed.clear()
 
     def is_done(self, prompt_index: int) -> bool:
         """Return True if the prompt was trained or permanently dropped."""

@@ -194,8 +194,7 @@ class FusionRunner:
         """
         self._limits = {"compile_timeout": timeout_s, "run_timeout": timeout_s, "memory_limit_MB": memory_mb}
         self._service = Service(
-            url.rstrip("/").removesuffix("/run_code") + "/run_code",
-            deadline_s=math.ceil(2 * timeout_s + QUEUE_S),
+            url.rstrip("/").removesuffix("/run_code") + "/run_code", deadline_s=math.ceil(2 * timeout_s + QUEUE_S)
         )
 
     async def run(self, program: Program) -> Ran:

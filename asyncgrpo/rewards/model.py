@@ -216,11 +216,7 @@ def sequences_of(tokenizer: Any, call: Call) -> list[list[int]]:
 
 
 def loaded(
-    kind: str,
-    path: str,
-    key: str = "reward.model.path",
-    refusal: type[AsyncGRPOError] = RewardError,
-    **options: Any,
+    kind: str, path: str, key: str = "reward.model.path", refusal: type[AsyncGRPOError] = RewardError, **options: Any
 ) -> Any:
     """Load a class of transformers from the path that `key` names. Raises `refusal`."""
     with importing():

@@ -35,8 +35,9 @@ def test_an_isolated_prompt_is_issued_only_to_a_caller_that_asks_for_it():
     assert (source.next_isolated_index, source.next_prompt_index) == (0, 0)
     assert [source.next_isolated()[0] for _ in range(2)] == [0, 2] and source.next_isolated() is None
     source.isolate(2)
-    source.restore(source.state())
-    assert take(source, 3) == [0, 2], "a restart knows nothing of it"
+    restarted = PromptSource(some_prompts(3), seed=0, shuffle=False, epochs=1)
+    restarted.restore(source.state())
+    assert take(restarted, 3) == [0, 2], "a restart knows nothing of it"
 
 
 def test_a_restored_run_may_have_more_epochs():
