@@ -244,10 +244,8 @@ class RewardMonitor:
             return None
         paused = [self._health[generator] for generator in self._paused_since_s]
         probe_in_s, last = min((health.probe_in_s or 0.0, health.last) for health in paused)
-        return (
-            f"rewards (paused at {', '.join(sorted(self._paused_since_s))}, probing again in {probe_in_s:.0f} s; "
-            f"the last call failed with {last})"
-        )
+        at = ", ".join(sorted(self._paused_since_s))
+        return f"rewards (paused at {at}, probing again in {probe_in_s:.0f} s; the last call failed with {last})"
 
     @property
     def fatal_reason(self) -> str:
