@@ -70,7 +70,7 @@ def run_isolated(
         report = opened.enter_context(memory_file())
         tools = [path for path in map(_tool, ("setpriv", "prlimit")) if not path.startswith(tuple(visible))]
         sandbox = [
-            shutil.which("bwrap") or "bwrap",
+            _tool("bwrap"),
             *_namespaces(),
             *("--die-with-parent", "--new-session"),
             *("--proc", "/proc", "--dev", "/dev"),

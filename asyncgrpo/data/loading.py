@@ -444,10 +444,8 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
 
 def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
     """Return the error for a source whose `count` prompts are all too long."""
-    return DataError(
-        f"{source}: all {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
-        f"the longest has {longest}"
-    )
+    limit = f"data.max_prompt_tokens ({config.max_prompt_tokens})"
+    return DataError(f"{source}: all {count} prompts are longer than {limit}; the longest has {longest}")
 
 
 # -- for a run ---------------------------------------------------------------------------------------------------------

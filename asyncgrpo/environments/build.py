@@ -31,10 +31,8 @@ def build_environment(config: EnvironmentConfig) -> Environment | None:
     if config.url is not None:
         return OpenEnv(config.url, timeout_s=config.timeout_s, text_field=text_field_at(config.url))
     if config.name is not None and config.name not in BUILTIN and not config.files:
-        raise ConfigError(
-            f"environment.name: unknown environment {config.name}; there are {', '.join(BUILTIN)}, or a file: "
-            "FILE.py, FILE.py:CLASS, or an OpenEnv server: openenv:http://HOST:PORT"
-        )
+        known = f"{', '.join(BUILTIN)}, FILE.py, FILE.py:CLASS and openenv:http://HOST:PORT"
+        raise ConfigError(f"environment.name: unknown environment {config.name}; there are {known}")
     key, spec = _key_and_spec(config)
     ready = _checked(key, spec, config)
     return Hosted(spec, processes=config.processes, timeout_s=config.timeout_s, ready=ready)

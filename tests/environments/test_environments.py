@@ -215,7 +215,7 @@ MINE = {what: GAMES.with_name(f"my_{what}.py") for what in ("agents", "tools")}
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"name": "chess"}, "environment.name: unknown environment chess; there are calculator, guess, or a file"),
+        ({"name": "chess"}, "environment.name: unknown environment chess; there are calculator, guess, FILE.py"),
         ({"name": f"{GAMES}:Missing"}, "games.py has no class Missing; name one with games.py:NAME, such as Environment,"),
         ({"name": f"{GAMES}:NoStep"}, r"NoStep has no method step\(self, text\)"),
         ({"name": f"{GAMES}:OddStep"}, r"OddStep.step cannot be called as step\(text\)"),
