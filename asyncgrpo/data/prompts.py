@@ -191,7 +191,9 @@ class PromptSource:
         ):
             then, now = getattr(state, field), getattr(here, field)
             if then != now:
-                raise CheckpointError(f"the order of prompts cannot go on: {name} was {then} and is now {now}")
+                raise CheckpointError(
+                    f"the checkpoint has another order of prompts: {name} was {then} and is now {now}"
+                )
         if self.curriculum is not None:
             first = state.frontier // len(self.prompts)
             begun = {index // len(self.prompts) for index in (state.frontier - 1, *state.done_beyond)}

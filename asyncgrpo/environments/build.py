@@ -27,7 +27,7 @@ def build_environment(config: EnvironmentConfig) -> Environment | None:
     if config.name is None and not config.tools:
         return None
     if config.name is not None and config.tools:
-        raise ConfigError("environment.name and environment.tools are both given; tools are an environment")
+        raise ConfigError("environment.name and environment.tools are both given; leave one of them out")
     if config.url is not None:
         return OpenEnv(config.url, timeout_s=config.timeout_s, text_field=text_field_at(config.url))
     if config.name is not None and config.name not in BUILTIN and not config.files:

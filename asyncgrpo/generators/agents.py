@@ -172,7 +172,9 @@ class _AgentPlay(Play[AgentSampler]):
                 token_ids = self._by.continue_(for_template(new), self._transcript.last_token)
                 if not self._transcript.observe(token_ids):
                     count, room = len(token_ids), self._transcript.room
-                    raise self._no_room(f"{count} new tokens leave no room for a turn in {room} (sampling.max_tokens)")
+                    raise self._no_room(
+                        f"{count} new tokens leave no room for a turn: {room} are left (sampling.max_tokens)"
+                    )
             else:
                 self._open(chat)
         except DataError as error:

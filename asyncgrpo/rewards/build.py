@@ -41,7 +41,7 @@ def build_reward(
     weights = config.weights or (1.0,) * len(specs)
     if len(weights) != len(specs):
         raise RewardError(
-            f"reward.weights and reward.function have {len(weights)} and {len(specs)} entries; give as many"
+            f"reward.weights has {len(weights)} and reward.function {len(specs)} entries; give a weight for each reward"
         )
     if config.combine != "sum" and len(specs) < 2:
         raise RewardError(f"reward.combine={config.combine} needs two rewards or more; there are {len(specs)}")

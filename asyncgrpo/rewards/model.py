@@ -264,10 +264,8 @@ class ServedModelReward(Reward):
         self._tokenizer = loaded("AutoTokenizer", config.path)
         self._longest = positions_of(loaded("AutoConfig", config.path))
         self._service = Service(f"{config.url.rstrip('/')}/classify", deadline_s=config.timeout_s)
-        self.about, self.owns = (
-            f"reward model {config.path} at {self._service.url}, one call for a group",
-            (self._service,),
-        )
+        self.about = f"reward model {config.path} at {self._service.url}, one call for a group"
+        self.owns = (self._service,)
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise ConfigError if the server cannot be reached. Any `data_source` will do."""

@@ -117,9 +117,9 @@ def judge_with(**settings) -> RewardConfig:
         (RewardConfig(function=()), "reward.function is an empty list"),
         (
             RewardConfig(function=("format", "qa"), weights=(1.0,)),
-            "reward.weights and reward.function have 1 and 2 entries",
+            "reward.weights has 1 and reward.function 2 entries",
         ),
-        (RewardConfig(weights=(1.0, 2.0)), "reward.weights and reward.function have 2 and 1 entries"),
+        (RewardConfig(weights=(1.0, 2.0)), "reward.weights has 2 and reward.function 1 entries"),
         (RewardConfig(function=("format", "format")), "names format twice"),
         (RewardConfig(function="qa", combine="gate"), "reward.combine=gate needs two rewards or more"),
         (RewardConfig(function="gsm8"), r"reward.function: gsm8 is not built in; there are .*gsm8k"),
