@@ -211,7 +211,7 @@ a resume forgets the step that it goes on from
     recording/test_events.py::test_a_resume_drops_the_steps_that_will_be_trained_again
 what a full disk refused is lost
     recording.events:EventLog.write
-    _unwritten += msgspec.json -> _unwritten = msgspec.json
+    _unwritten += _encoder -> _unwritten = _encoder
     recording/test_events.py::test_what_a_full_disk_refuses_is_written_once_there_is_room
 # what the bytes of a publication are compared and sent by
 a digest that counts blocks and not their places
