@@ -48,6 +48,15 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def refused_as(kind: type[Exception], sentence: str) -> Iterator[None]:
+    """Raise an error of this kind, with this sentence and the reason, if the disk refuses what the block does."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{sentence}: {error.strerror or error}") from error
+
+
 def entries(folder: Path) -> list[Path]:
     """Return the entries of a folder; none if it does not exist. Raises OSError where `Path.glob` finds nothing."""
     try:

@@ -29,8 +29,8 @@ from asyncgrpo.config.rules import local_model
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.guests import split_spec
-from asyncgrpo.host import entries, replace_file
-from asyncgrpo.learner.checkpoints import Checkpoints, refused_as, step_of
+from asyncgrpo.host import entries, refused_as, replace_file
+from asyncgrpo.learner.checkpoints import Checkpoints, step_of
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.scratch import is_unheld
 
@@ -52,7 +52,7 @@ class RunFolder:
         Raises:
             CheckpointError: another process holds the lock, or the folder cannot be written.
         """
-        with refused_as(f"run.out {self.path} cannot be written"):
+        with refused_as(CheckpointError, f"run.out {self.path} cannot be written"):
             self.path.mkdir(0o700, parents=True, exist_ok=True)
             self._descriptor = hold(self.path / ".lock", 0.0, self._held)
 
@@ -106,7 +106,7 @@ class RunFolder:
         Raises CheckpointError.
         """
         lineage, path = self.lineage + 1, self.path / "lineage"
-        with refused_as(f"{path} cannot be written"):
+        with refused_as(CheckpointError, f"{path} cannot be written"):
             replace_file(path, str(lineage).encode(), is_durable=True)
         return lineage
 
@@ -332,7 +332,7 @@ def look(config: Config, folder: RunFolder) -> Standing:
 def record(config: Config, folder: RunFolder, standing: Standing) -> None:
     """Write the configuration of this start and an event for each change. Raises CheckpointError."""
     text, place = to_yaml(config), folder.path / "starts" / f"{folder.lineage + 1:04d}"
-    with refused_as(f"the configuration of this start cannot be written to {place}"):
+    with refused_as(CheckpointError, f"the configuration of this start cannot be written to {place}"):
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.yaml").write_text(text, encoding="utf-8")
         sources = msgspec.json.format(msgspec.json.encode(standing.settings.sources))

@@ -30,7 +30,7 @@ import msgspec
 
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError, WireError
-from asyncgrpo.host import entries
+from asyncgrpo.host import entries, refused_as
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.codec import DIGEST_BYTES, Buffer, decode, digest_of, encode
 from asyncgrpo.wire.rollouts import Deliver
@@ -342,7 +342,7 @@ def read_history(folder: Path) -> History:
     Raises:
         JournalError: the folder or a file in it cannot be read.
     """
-    with _reading(folder):
+    with refused_as(JournalError, f"the journal {folder} cannot be read"):
         segments = list(read_segments(folder))
     return History(folder, segments, [found for segment in segments for found in segment.found])
 
@@ -363,7 +363,7 @@ def read_rest(folder: Path, checkpoint: PolicyVersion | None, is_done: Callable[
     waiting: dict[str, Found] = {}  # delivered groups by lease id
     interruptions: Counter[int] = Counter()  # of a prompt since its last completion
     history = History(folder, [], [])
-    with _reading(folder):
+    with refused_as(JournalError, f"the journal {folder} cannot be read"):
         path = surviving_path(_starts_in(_paths(folder)), checkpoint)
         for segment in read_segments(folder):
             history.segments.append(segment)
@@ -414,14 +414,6 @@ def read_segments(folder: Path) -> Iterator[Segment]:
         yield read_segment(path, path == paths[-1])
 
 
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise JournalError(f"the journal {folder} cannot be read: {error.strerror}") from error
-
-
 def read_run(run: Path) -> History:
     """Read the journal of the run in this folder.
 
@@ -437,7 +429,7 @@ def starts_of(run: Path) -> dict[int, RunStarted]:
     if not run.is_dir():
         raise JournalError(f"run folder {run} does not exist")
     folder = run / "journal"
-    with _reading(folder):
+    with refused_as(JournalError, f"the journal {folder} cannot be read"):
         starts = _starts_in(_paths(folder))
         damage = [] if starts else [one for segment in read_segments(folder) for one in segment.damage_messages]
     if damage:

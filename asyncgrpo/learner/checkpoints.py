@@ -9,8 +9,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,9 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.host import entries, sync
+from asyncgrpo.host import entries, refused_as, sync
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def refused_as(sentence: str) -> Iterator[None]:
-    """Raise CheckpointError with this sentence and the reason if the disk refuses what the block does."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{sentence}: {error.strerror or error}") from error
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +54,7 @@ class Checkpoints:
             CheckpointError: the disk refused.
         """
         temporary = self._folder / f".step_{state.step:06d}.tmp"
-        with refused_as(f"cannot write checkpoint {temporary}"):
+        with refused_as(CheckpointError, f"cannot write checkpoint {temporary}"):
             for left_over in self._folder.glob(".step_*"):  # of a start that was killed
                 shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -72,7 +62,7 @@ class Checkpoints:
 
     def _finish(self, state: RunState, temporary: Path, wait: Callable[[], None]) -> Path:
         final, replaced = self._folder / f"step_{state.step:06d}", temporary.with_suffix(".old")
-        with refused_as(f"cannot write checkpoint {final}"):
+        with refused_as(CheckpointError, f"cannot write checkpoint {final}"):
             _complete(temporary, state, wait)
             check_owner(self._folder.parent, state.lineage)
             if final.exists():  # an earlier attempt at the same step
@@ -90,7 +80,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Return all checkpoints, the newest last. Raises CheckpointError."""
-        with refused_as(f"{self._folder} cannot be read"):
+        with refused_as(CheckpointError, f"{self._folder} cannot be read"):
             found = {path.name[5:]: path for path in entries(self._folder) if path.match("step_*") and path.is_dir()}
         return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
 

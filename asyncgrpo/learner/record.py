@@ -21,8 +21,8 @@ import msgspec
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.host import CoreClock, CoreSeconds
-from asyncgrpo.learner.checkpoints import refused_as
+from asyncgrpo.errors import CheckpointError
+from asyncgrpo.host import CoreClock, CoreSeconds, refused_as
 from asyncgrpo.learner.report import StepReport, lag_of, step_fields
 from asyncgrpo.recording.events import Event, EventLog, is_undone, read_events
 from asyncgrpo.recording.health import limit_of
@@ -259,7 +259,7 @@ class Recorder:
         Raises:
             CheckpointError: the disk refuses events. After a crash those of the steps before the checkpoint would be missing.
         """
-        with refused_as(f"no checkpoint while {self.events.path} cannot be written"):
+        with refused_as(CheckpointError, f"no checkpoint while {self.events.path} cannot be written"):
             num_bytes = self.events.sync()
         return msgspec.to_builtins(Recorded(num_bytes=num_bytes, reported=self._reported, watched=self._watch))
 

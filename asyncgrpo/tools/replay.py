@@ -34,6 +34,7 @@ from asyncgrpo.config.load import recorded, to_yaml, with_overrides
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.images import Images
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, JournalError, TrainingError
+from asyncgrpo.host import refused_as
 from asyncgrpo.journal.history import BatchIssued, Delivered, Found, History, is_on, read_run, surviving_path
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.learner import Learner
@@ -371,11 +372,9 @@ class Replay:
         Raises:
             CheckpointError: the folder cannot be created.
         """
-        try:
+        with refused_as(CheckpointError, f"cannot create the folder {folder}"):
             folder.mkdir(0o700, parents=True)
             (folder / "config.yaml").write_text(to_yaml(configs[-1]), encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"cannot create the folder {folder}: {error.strerror}") from error
         self._timeline, self._configs, self._folder = timeline, configs, folder
         self._overrides = list(overrides)
         self._events = EventLog(folder / "metrics.jsonl")
