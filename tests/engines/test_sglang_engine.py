@@ -219,6 +219,15 @@ def test_a_scheduler_finds_tensors_where_they_lie() -> None:
     assert first not in mapped._files, "a file that is gone is not kept"
 
 
+def test_tensors_in_another_order_than_the_plan_get_to_their_places(rig: Rig) -> None:
+    rig.run(rig.load(1))
+    backwards, version = dict(reversed(rig.weights(2).items())), PolicyVersion(0, rig.engine.version.number + 1)
+    rig._changes[version] = 2
+    rig.run(rig.engine.load_weights(shared(backwards), version))
+    for completion in rig.run(rig.sample(PROMPT, 2, max_tokens=8)):
+        rig.assert_logprobs(PROMPT, completion)
+
+
 def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: Rig) -> None:
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in rig.weights(0).items()}
     rig.run(rig.engine.load_weights(shared(broken), rig.engine.version))

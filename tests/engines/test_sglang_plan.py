@@ -271,9 +271,13 @@ def test_copies_that_follow_each_other_are_one():
 
 
 def test_weights_are_copied_without_the_loader_only_if_it_does_nothing_else():
-    assert Engine().first(weights()).copies_suffice and Engine(make=DerivesAgain).first(weights()).copies_suffice
+    given = list(weights().items())
+    proofs = [Engine(make=make).first(weights()) for make in (Rank, DerivesAgain)]
+    assert all(proof.may_copy(given) and not proof.may_copy(given[::-1]) for proof in proofs), (
+        "in the order of the plan"
+    )
     for make in (Skips, Computes, Reads, Keeps, Derives):
-        assert not Engine(make=make).first(weights()).copies_suffice
+        assert not Engine(make=make).first(weights()).may_copy(given)
 
 
 class Experts(nn.Module):

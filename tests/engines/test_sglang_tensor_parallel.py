@@ -52,7 +52,7 @@ def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig) -> None
     for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=12)):
         rig.assert_logprobs(PROMPT, completion)
     proof = rig.engine._proof
-    assert proof.copies_suffice, "all but the first by the plan"
+    assert proof._copies_suffice, "all but the first by the plan"
     assert (proof.left_out, proof.untraced, proof.do_not_follow, proof.nowhere) == ([], {}, [], set())
 
 

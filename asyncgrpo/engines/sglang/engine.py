@@ -373,7 +373,7 @@ class SGLangEngine(Engine[SGLangRequest]):
                     str(version),
                     keep_kv=keep_kv,
                     num_schedulers=self.options.tensor_parallel,
-                    by_plan=self._proof is not None and self._proof.copies_suffice,
+                    by_plan=self._proof is not None and self._proof.may_copy(tensors),
                 )
                 self._version = version
             finally:

@@ -422,13 +422,14 @@ class Proof:
             given: the first weights, before they are sent.
             ranks: reply of each scheduler to `question`.
         """
+        self._names = [name for name, _ in given]
         self._made: list[dict[str, tuple[str, _Kind]]] = []
         """By scheduler and number of the part: the parameter, and the box."""
         self.untraced: dict[str, str] = {}
         """Tensors that could not be traced, with the reason."""
         self.do_not_follow: list[str] = []
         """Parameters with elements that no published tensor writes."""
-        self.copies_suffice = False
+        self._copies_suffice = False
         """True if the copies of the plan are all that the loader does, as the first weights have shown."""
         self._elsewhere = any(json.loads(rank["elsewhere"]) for rank in ranks)
         for rank in ranks:
@@ -449,6 +450,10 @@ class Proof:
         self.left_out: list[str] = []
         """Parameters that the loader changes after the copy."""
         self._digests: dict[_Kind, int] = {}
+
+    def may_copy(self, given: Given) -> bool:
+        """True if the copies of the plan do for these tensors what the loader would. Their places follow from their order."""
+        return self._copies_suffice and [name for name, _ in given] == self._names
 
     def published(self, given: Iterable[tuple[str, Tensor]]) -> None:
         """Compute the digests of the tensors that were sent. Reads all of them."""
@@ -485,7 +490,7 @@ class Proof:
             else:
                 self.left_out += [name] if name not in self.left_out else []
                 del self._made[rank][number]
-        self.copies_suffice = not (self.untraced or self.do_not_follow or self.left_out or self._elsewhere)
+        self._copies_suffice = not (self.untraced or self.do_not_follow or self.left_out or self._elsewhere)
 
     def _wrong(self, ranks: Sequence[Mapping[str, str]]) -> Iterable[tuple[str, int, str]]:
         for rank, made in enumerate(self._made):
