@@ -29,6 +29,7 @@ from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.digest import box_digest, digest
 from asyncgrpo.weights.group import WeightGroup, form_group, serve_store, visit_store
+from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from benchmarks.measuring import ROOT, device_parser, line, rounded, show
@@ -206,7 +207,12 @@ def publication(device: str, total: int) -> dict[str, Any]:
 def receive(endpoint: str) -> None:
     """Receive as a generator whose engine takes weights at no cost, until the process is ended."""
     receiver = Receiver(
-        endpoint, generator_id="generator-0", incarnation="0", host=HOST, apply=lambda *_: "applied", keys=None
+        endpoint,
+        generator_id="generator-0",
+        incarnation="0",
+        host=HOST,
+        apply=lambda *_: Checksum("applied"),
+        keys=None,
     )
     receiver.start()
     while True:

@@ -34,6 +34,7 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Arenas, IsWritten
 from asyncgrpo.weights.group import GlooGroup
+from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from benchmarks.cells import MODELS, make_model
@@ -219,11 +220,11 @@ def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list) ->
     torch.set_num_threads(1)
     places = {info.name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in layout}
 
-    def apply(tensors: Any, version: PolicyVersion) -> str:
+    def apply(tensors: Any, version: PolicyVersion) -> Checksum:
         started = time.perf_counter()
         replace_tensors(places, tensors)
         pauses.append(time.perf_counter() - started)
-        return weights_digest(places.items())
+        return Checksum(weights_digest(places.items()))
 
     Receiver(endpoint, generator_id=name, incarnation="0", host=HOST, apply=apply, keys=None).start()
     while True:

@@ -17,6 +17,7 @@ import numpy as np
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling, VersionSpan
 from asyncgrpo.weights.arena import SharedTensors
+from asyncgrpo.weights.publication import Checksum
 
 # -- load --------------------------------------------------------------------------------------------------------------
 
@@ -164,8 +165,8 @@ class Engine(ABC, Generic[R]):
         """Load the model from its folder, and call `_started`. Its weights count as `version`. Raises EngineError."""
 
     @abstractmethod
-    async def checksum(self) -> str:
-        """Return the digest of the engine's weights, equal on two engines of one kind exactly if their weights are equal."""
+    async def checksum(self) -> Checksum:
+        """Return digests of the engine's weights. Raises EngineError: they are known not to be those loaded last."""
 
     @abstractmethod
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:

@@ -19,6 +19,7 @@ from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
 from asyncgrpo.weights.arena import SharedTensors
+from asyncgrpo.weights.publication import Checksum
 
 
 class FakeRequest(Request):
@@ -56,12 +57,12 @@ class FakeEngine(Engine[FakeRequest]):
     def __post_init__(self) -> None:
         super().__init__()
         self._steps, self._step_s = 0, 0.0
-        self._checksum = weights_digest(())
+        self._checksum = Checksum(weights_digest(()))
 
     async def start(self, version: PolicyVersion) -> None:
         self._started(version)
 
-    async def checksum(self) -> str:
+    async def checksum(self) -> Checksum:
         return self._checksum
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
@@ -95,7 +96,7 @@ class FakeEngine(Engine[FakeRequest]):
             await request.sampler
 
     async def _load(self, tensors: SharedTensors, version: PolicyVersion, *, keep_kv: bool) -> None:
-        self._checksum = weights_digest(tensors)
+        self._checksum = Checksum(weights_digest(tensors))
 
     async def _sample(self, request: FakeRequest) -> None:
         """Sample one token for every unfinished completion of the request at a time, until all are complete."""

@@ -27,6 +27,7 @@ from asyncgrpo.rewards.base import IN_ENVIRONMENT
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
 from asyncgrpo.weights.arena import SharedTensors
+from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import pack_group
@@ -364,7 +365,7 @@ class GeneratorService:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _apply_weights(self, tensors: SharedTensors, version: PolicyVersion) -> str:
+    def _apply_weights(self, tensors: SharedTensors, version: PolicyVersion) -> Checksum:
         """Swap weights on the event loop and wait for the result. Called by the receiver's thread."""
         future = asyncio.run_coroutine_threadsafe(self._swap(tensors, version), self._loop)
         within_s = self.load_timeout_s + liveness.copy_s(sum(tensor.nbytes for _, tensor in tensors))
@@ -380,7 +381,7 @@ class GeneratorService:
         self._has_scored = True
         return scores
 
-    async def _swap(self, tensors: SharedTensors, version: PolicyVersion) -> str:
+    async def _swap(self, tensors: SharedTensors, version: PolicyVersion) -> Checksum:
         with self._activities.during("weights"):
             await self.engine.load_weights(tensors, version, keep_kv=self.keep_kv)
             checksum = await self.engine.checksum()

@@ -15,13 +15,16 @@ import os
 import secrets
 import time
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncgrpo import scratch
@@ -29,12 +32,14 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.delta import Span, State
-from asyncgrpo.weights.digest import BLOCK, SHARE_BYTES, digest_pieces
+from asyncgrpo.weights.digest import BLOCK, SHARE_BYTES, digest_pieces, run_digest, spread
 
 log = logging.getLogger(__name__)
 
 IsWritten = Callable[[], bool]
 """True once every byte of an arena is written. Raises WeightsError: it cannot be completed."""
+Digests = NDArray[np.uint64]
+"""Digests of tensors."""
 Bucket = list[tuple[int, int]]
 """Start and end of each run of a broadcast, bytes."""
 ALIGNMENT = 64
@@ -68,6 +73,16 @@ class Layout:
         for info, (start, end, dtype) in zip(self.tensors, self._places, strict=True):
             yield info, flat[start:end].view(dtype).view(info.shape)
 
+    def parts(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+        """Yield each tensor's part of these runs: index of the tensor, start and end, bytes."""
+        for start, end in runs:
+            index = bisect_right(self._places, start, key=lambda place: place[0]) - 1
+            for number, place in enumerate(itertools.islice(self._places, index, None), start=index):
+                if place[0] >= end:
+                    break
+                if max(start, place[0]) < min(end, place[1]):
+                    yield number, max(start, place[0]), min(end, place[1])
+
     def run(self, name: str, first: int, count: int) -> tuple[int, int]:
         """Return start and end of `count` elements, bytes, from element `first` of a tensor on, and of those that follow it."""
         start, _, dtype = self._by_name[name]
@@ -81,6 +96,11 @@ class Layout:
         """Return the elements of `run`, in this shape, as a view of `flat`, [num_bytes] uint8."""
         start, end = self.run(name, first, prod(shape))
         return flat[start:end].view(self._by_name[name][2]).view(shape)
+
+    def digest_part(self, flat: Tensor, index: int, start: int, end: int) -> int:
+        """Return the digest of the elements of a tensor in these bytes of `flat`, [num_bytes] uint8."""
+        info, (first, _, dtype) = self.tensors[index], self._places[index]
+        return run_digest(flat[start:end].view(dtype), info.name, info.shape, (start - first) // dtype.itemsize)
 
     @property
     def spans(self) -> list[Span]:
@@ -134,6 +154,18 @@ class Stream:
     def digest(self, flat: Tensor) -> str:
         """Return the digest of these runs of a publication, [num_bytes] uint8; 16 hex digits."""
         return digest_pieces(flat, (run for bucket in self.buckets(SHARE_BYTES) for run in bucket))
+
+    def tensor_digests(self, layout: Layout, flat: Tensor) -> Digests:
+        """Return the digest of the elements of each tensor in these runs of a publication, [num_bytes] uint8.
+
+        Returns:
+            [tensors] uint64. Those of all streams add up to the digests of the whole tensors.
+        """
+        total = np.zeros(len(layout.tensors), np.uint64)
+        parts = layout.parts(run for bucket in self.buckets(SHARE_BYTES) for run in bucket)
+        for index, digest in spread(lambda part: (part[0], layout.digest_part(flat, *part)), parts):
+            total[index] += np.uint64(digest)
+        return total
 
 
 class Arenas:

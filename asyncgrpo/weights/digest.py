@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -150,6 +151,26 @@ def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple
             row = row * length + first + at
         rows = _factors(seed, np.arange(row, row + values.shape[-2]))
         total += _of_matrix(values[index].detach(), width, rows, columns)
+    return total & _MASK
+
+
+def run_digest(values: Tensor, tensor: str, shape: tuple[int, ...], first: int) -> int:
+    """Return the digest of consecutive elements of a contiguous tensor.
+
+    Args:
+        values: [n] elements.
+        tensor, shape: name and shape of the whole tensor.
+        first: index of the first element in the flattened tensor.
+    """
+    *leading, width = shape or (1,)
+    total, at = 0, 0
+    while at < len(values):
+        row, column = divmod(first + at, width)
+        left = len(values) - at
+        count = min(width - column, left) if column or left < width else left - left % width
+        box = values[at : at + count].view(-1, min(count, width))
+        total += box_digest(box, tensor, (prod(leading), width), (row, column))
+        at += count
     return total & _MASK
 
 

@@ -266,21 +266,31 @@ class Sender:
     publisher adds up the digests and decides which version is sent. The learner's loop calls `written`, a thread does the rest.
     """
 
-    def __init__(self, number: int, stream: Stream, *, endpoint: str, host: str, keys: Keys | None) -> None:
+    def __init__(
+        self,
+        number: int,
+        stream: Stream,
+        *,
+        endpoint: str,
+        host: str,
+        keys: Keys | None,
+        layout: Layout | None = None,
+    ) -> None:
         """
         Args:
             number: of this sender, from 1.
             stream: its part.
             endpoint: of the publisher.
             host: address of this process for the generators.
+            layout: of a publication, to report the digests of its elements by tensor; None: these are not reported.
         """
-        self._number, self._stream = number, stream
+        self._number, self._stream, self._layout = number, stream, layout
         self._endpoint, self._keys = endpoint, keys
         self._broadcaster = Broadcaster(number, stream, host)
         self._writes: SimpleQueue[Written] = SimpleQueue()
         self._pending: Written | None = None
         self._arenas: dict[int, Tensor] = {}
-        self._reports: dict[int, PartWritten] = {}
+        self._reports: dict[int, tuple[PartWritten, bytes]] = {}
         """Of the last write of each arena."""
         self._reported_s = -math.inf
         self._offer: Offer | None = None
@@ -325,17 +335,22 @@ class Sender:
             self._pending = self._writes.get()
         if (write := self._pending) is not None and write.is_complete():
             self._pending, self._arenas[write.slot] = None, write.flat
-            self._reports[write.slot] = PartWritten(
+            report = PartWritten(
                 sender=self._number,
                 slot=write.slot,
                 writes=write.writes,
                 digest=self._stream.digest(write.flat),
             )
+            tensors = b""
+            if self._layout is not None:
+                self._client.send(report)  # others wait for the digest
+                tensors = self._stream.tensor_digests(self._layout, write.flat).tobytes()
+            self._reports[write.slot] = report, tensors
             self._reported_s = -math.inf
         if time.monotonic() - self._reported_s > liveness.SUSPECT_S:
             self._reported_s = time.monotonic()
-            for report in self._reports.values():
-                self._client.send(report)
+            for report, tensors in self._reports.values():
+                self._client.send(report, tensors)
 
     def _broadcast(self) -> None:
         """Start an offered broadcast. The publisher may offer before this sender's group is formed."""

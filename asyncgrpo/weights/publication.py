@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncgrpo.types import PolicyVersion
 
@@ -184,6 +184,15 @@ class Member:
     """Consecutive loads that failed or had the wrong checksum."""
 
 
+class Checksum(NamedTuple):
+    """What shows which weights an engine holds."""
+
+    digest: str
+    """Equal on two engines of one kind exactly if their weights are equal."""
+    tensors: bytes = b""
+    """Digests of published tensors, as in `wire.weights.Swapped`."""
+
+
 @dataclass
 class Round:
     """A publication under way."""
@@ -193,6 +202,8 @@ class Round:
     waits_for: set[str] = field(default_factory=set)
     swapped: dict[str, str] = field(default_factory=dict)
     """Checksums by generator."""
+    differing: set[str] = field(default_factory=set)
+    """Generators whose engines hold other tensors than were sent."""
     left_out: set[str] = field(default_factory=set)
     attempts: int = 1
     sent_bytes: int = 0

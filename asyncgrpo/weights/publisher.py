@@ -16,27 +16,30 @@ is dropped until its next heartbeat.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import cast
 
 import numpy as np
+from torch import Tensor
 
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import SLOTS, Arenas, IsWritten, Layout, Place, Slot, Stream
+from asyncgrpo.weights.arena import SLOTS, Arenas, Digests, IsWritten, Layout, Place, Slot, Stream
 from asyncgrpo.weights.delta import Packed, State
 from asyncgrpo.weights.digest import add_digests
 from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import Deltas, GroupLane
-from asyncgrpo.weights.publication import Member, Publication, Round, SyncCheck
+from asyncgrpo.weights.publication import VERSIONS_KEPT, Member, Publication, Round, SyncCheck, SyncGap
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.codec import decode, kinds_of
+from asyncgrpo.wire.codec import Buffer, decode, kinds_of
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.weights import (
     Alive,
@@ -58,6 +61,8 @@ READ = kinds_of(ToPublisher)
 
 ATTEMPTS = 3
 """Offers of one version to a generator that reports a wrong digest or checksum, before the run fails."""
+MAX_NAMES = 20
+"""Names in a log line."""
 POLL_S = 0.2
 POLL_WHILE_SENDING_S = 0.02
 POLL_WHILE_WRITING_S = 0.005
@@ -69,7 +74,15 @@ class Publisher:
     """Publishes versions to generators from a thread of its own. The learner's loop calls the public methods."""
 
     def __init__(
-        self, config: WeightsConfig, *, maps: bool, backend: Backend, bind: str, host: str, keys: Keys | None
+        self,
+        config: WeightsConfig,
+        *,
+        maps: bool,
+        backend: Backend,
+        bind: str,
+        host: str,
+        keys: Keys | None,
+        proves: bool = False,
     ) -> None:
         """Bind the control socket.
 
@@ -77,8 +90,10 @@ class Publisher:
             maps: True if generators on this machine map this process's shared memory.
             backend: of the broadcasts to the other generators.
             host: address of this process for the generators.
+            proves: True if engines report digests of the tensors that they hold, which are compared with what was sent.
         """
         self._config = config
+        self._proves = proves
         self._keys = keys
         self._maps = maps
         self._server = Server(bind, keys, advertise=host)
@@ -93,8 +108,8 @@ class Publisher:
         """The learner's arenas. Its slots are shared with the learner's loop, under `_lock`."""
         self._elsewhere: dict[str, Place] = {}
         """Those of other machines."""
-        self._early: list[tuple[str, Member, Swapped]] = []
-        """Messages about the version whose digest is not known yet."""
+        self._early: list[tuple[str, Member, Swapped, Buffer]] = []
+        """Messages about the version whose digests are not known yet."""
         self._members: dict[str, Member] = {}
         self._missing: dict[str, Member] = {}
         self._leaving: tuple[str, ...] = ()
@@ -102,12 +117,17 @@ class Publisher:
         self._lock = threading.Lock()
         self._preparing: Slot | None = None
         self._preparing_s = 0.0
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
         self._own_digest = ""
         """Of this process's part of what is being prepared."""
+        self._own_tensors: Future[Digests | None]
+        """By tensor."""
+        self._tensors: dict[PolicyVersion, Digests] = {}
+        """Digests of each tensor of the last versions."""
         self._senders: dict[int, str] = {}
         """Peer of each other sender, by its number."""
-        self._parts: dict[tuple[int, int], dict[int, str]] = {}
-        """Digests of what other senders send, by arena and its number of writes."""
+        self._parts: dict[tuple[int, int], dict[int, tuple[str, Digests | None]]] = {}
+        """Digests of what other senders send, by arena and its number of writes: of the bytes, and by tensor."""
         self._lost: SimpleQueue[tuple[str, str]] = SimpleQueue()  # generators that the driver lost
         self._reports: SimpleQueue[Publication] = SimpleQueue()
         self._failure: WeightsError | None = None
@@ -286,6 +306,7 @@ class Publisher:
         finally:
             self._lane.close()
             self._deltas.close()
+            self._hashing.shutdown(wait=False)
 
     def _receive(self) -> None:
         """Handle all messages that have arrived, or wait for one. Heartbeats alone do not end the wait."""
@@ -297,20 +318,22 @@ class Publisher:
         while received is not None:
             peer, frames = received
             try:
-                message = cast(ToPublisher, decode(frames, READ)[0])
-                self._handle(peer, message)
+                decoded, payload = decode(frames, READ)
+                message = cast(ToPublisher, decoded)
+                self._handle(peer, message, payload)
                 if not isinstance(message, Alive) or not message.generator_id:
                     waits_until_s = 0.0
             except WireError as error:
                 log.warning("refused a message of %s: %s", peer, error)
             received = self._server.receive(max(0.0, waits_until_s - time.monotonic()))
 
-    def _handle(self, peer: str, message: ToPublisher) -> None:
+    def _handle(self, peer: str, message: ToPublisher, payload: Buffer) -> None:
         if isinstance(message, PartWritten):
             if not 0 < message.sender < len(self._streams):
                 raise WireError(f"there is no sender {message.sender}")
             self._senders[message.sender] = peer
-            self._parts.setdefault((message.slot, message.writes), {})[message.sender] = message.digest
+            tensors = self._digests(payload, 1)[:, 0] if len(payload) else None
+            self._parts.setdefault((message.slot, message.writes), {})[message.sender] = message.digest, tensors
             return
         name = message.generator_id
         if isinstance(message, Join):
@@ -331,7 +354,7 @@ class Publisher:
         elif isinstance(message, Staged):
             self._staged(name, member.place, message)
         elif isinstance(message, Swapped):
-            self._swapped(name, member, message)
+            self._swapped(name, member, message, payload)
         elif isinstance(message, Checked) and message.version in self._rounds:
             self._check.scored(message.version, name, message.scores)
         elif isinstance(message, SyncFailed):
@@ -364,9 +387,9 @@ class Publisher:
     # -- one version ---------------------------------------------------------------------------------------------------
 
     def _prepare_newest(self) -> None:
-        """Release the newest version to readers once it is written, and compute its digest.
+        """Release the newest version to readers once it is written, and compute its digests.
 
-        Engines that load out of the arena need no digest and get the offer first.
+        Engines that load out of the arena need no digest and get the offer first. The digests of tensors are for the proof.
         """
         if self._preparing is None:
             with self._lock:
@@ -382,24 +405,37 @@ class Publisher:
                 slot.is_ours, slot.is_ready, self._home.newest = False, True, slot
                 slot.readers.add(HASHING)
             self._offer_newest()
-            self._own_digest = self._streams[0].digest(self._arenas.arena(self._layout, slot.number))
-        parts = self._parts.get((slot.number, slot.writes), {})
-        if len(parts) < len(self._streams) - 1:
-            if time.monotonic() - self._preparing_s > self._config.timeout_s + self._read_s:
-                late = sorted(set(range(1, len(self._streams))) - parts.keys())
-                raise WeightsError(f"learner senders {late} have not written the weights of {slot.version} in time")
+            flat = self._arenas.arena(self._layout, slot.number)
+            self._own_digest = self._streams[0].digest(flat)
+            self._own_tensors = self._hashing.submit(self._tensor_digests, flat)
+        version, parts = cast(PolicyVersion, slot.version), self._parts.get((slot.number, slot.writes), {})
+        late = set(range(1, len(self._streams))) - parts.keys()
+        if not late and not slot.digest:
+            slot.digest = add_digests([self._own_digest, *(digest for digest, _ in parts.values())])
+            if (round_ := self._rounds.get(version)) is not None:
+                round_.digest = slot.digest
+        if self._proves:
+            late |= {sender for sender, (_, tensors) in parts.items() if tensors is None}
+        if late and time.monotonic() - self._preparing_s > self._config.timeout_s + self._read_s:
+            raise WeightsError(f"learner senders {sorted(late)} have not written the weights of {version} in time")
+        if late or not self._own_tensors.done():
             return
+        if (own := self._own_tensors.result()) is not None:
+            self._tensors[version] = sum((tensors for _, tensors in parts.values() if tensors is not None), own)
+            for oldest in list(self._tensors)[:-VERSIONS_KEPT]:
+                del self._tensors[oldest]
         self._parts = {
             write: other for write, other in self._parts.items() if write[0] != slot.number or write[1] > slot.writes
         }
-        slot.digest, self._preparing = add_digests([self._own_digest, *parts.values()]), None
-        if (round_ := self._rounds.get(cast(PolicyVersion, slot.version))) is not None:
-            round_.digest = slot.digest
+        self._preparing = None
         self._release(HASHING)
         early, self._early = self._early, []
-        for name, member, message in early:
+        for name, member, message, payload in early:
             if self._members.get(name) is member:
-                self._swapped(name, member, message)
+                self._swapped(name, member, message, payload)
+
+    def _tensor_digests(self, flat: Tensor) -> Digests | None:
+        return self._streams[0].tensor_digests(self._layout, flat) if self._proves else None
 
     def _offer_newest(self) -> None:
         """Offer the newest weights of its place to each generator whose engine is idle."""
@@ -541,10 +577,11 @@ class Publisher:
         self._abandon(place)
         place.clear()
 
-    def _swapped(self, name: str, member: Member, message: Swapped) -> None:
+    def _swapped(self, name: str, member: Member, message: Swapped, payload: Buffer) -> None:
         round_ = self._rounds.get(message.version)
-        if round_ is not None and not round_.digest:
-            self._early.append((name, member, message))
+        is_known = not self._proves or message.version in self._tensors
+        if round_ is not None and not (round_.digest and is_known):
+            self._early.append((name, member, message, payload))
             return
         if message.version == member.offered:
             self._release(name, member.place)
@@ -568,14 +605,36 @@ class Publisher:
             member.offered = None
         round_.swapped[name] = message.checksum
         round_.ended_s = time.monotonic()
+        if wrong := self._wrong(message.version, payload):
+            round_.differing.add(name)
+            some = ", ".join(wrong[:MAX_NAMES])
+            log.error("%s: %d tensors are not those of weights %s: %s", name, len(wrong), message.version, some)
         for version, other in self._rounds.items():
             if version <= message.version:
                 other.waits_for.discard(name)  # an older version will not be loaded any more
 
+    def _wrong(self, version: PolicyVersion, payload: Buffer) -> list[str]:
+        """Return the tensors that an engine holds, by the payload of its report, and that are not those of `version`."""
+        if not self._proves:
+            return []
+        held = self._digests(payload, 2)
+        sent = self._tensors[version][held[:, 0]]
+        return [self._layout.tensors[index].name for index in held[sent != held[:, 1], 0]]
+
+    def _digests(self, payload: Buffer, columns: int) -> Digests:
+        """Return the digests of a payload, [n, columns] uint64. Raises WireError: they are not of this layout."""
+        found, most = np.frombuffer(payload, np.uint8), len(self._layout.tensors)
+        if len(found) % (8 * columns):
+            raise WireError(f"{len(found)} bytes are not digests of tensors")
+        digests = found.view(np.uint64).reshape(-1, columns)
+        if (columns == 1 and len(digests) != most) or (columns == 2 and (digests[:, 0] >= most).any()):
+            raise WireError(f"these digests are not of {most} tensors")
+        return digests
+
     def _find_losses(self, name: str, member: Member, heartbeat: Alive) -> None:
         """Offer weights again if a broken connection lost the offer or the reply."""
         place, before_s = member.place, member.heard_s - liveness.SUSPECT_S
-        has_swapped = any(each is member for _, each, _ in self._early)
+        has_swapped = any(each is member for _, each, *_ in self._early)
         if heartbeat.is_idle and member.offered is not None and member.offered_s < before_s and not has_swapped:
             log.warning("weights %s are offered to %s again: a message was lost", member.offered, name)
             self._release(name, place)
@@ -635,7 +694,7 @@ class Publisher:
                 attempts=round_.attempts,
                 sent_bytes=round_.sent_bytes,
                 dropped=tuple(sorted((round_.left_out | self._missing.keys()) - holders)),
-                gaps=self._check.conclude(version),
+                gaps=self._check.conclude(version) | dict.fromkeys(round_.differing, SyncGap(math.inf, math.inf)),
                 gap_limit=self._check.limit.nats,
             )
             if report.differing:

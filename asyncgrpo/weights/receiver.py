@@ -27,6 +27,7 @@ from asyncgrpo.weights.delta import State, from_bytes
 from asyncgrpo.weights.digest import add_digests, digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.weights.lane import receive
+from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.sockets import Client, Keys
@@ -45,8 +46,8 @@ from asyncgrpo.wire.weights import (
 
 log = logging.getLogger(__name__)
 
-Apply = Callable[[SharedTensors, PolicyVersion], str]
-"""Swaps the engine to these weights and returns its checksum. Called in a thread of the receiver."""
+Apply = Callable[[SharedTensors, PolicyVersion], Checksum]
+"""Swaps the engine to these weights. Called in a thread of the receiver."""
 
 Score = Callable[[Sequence[Sequence[int]], int], Sequence[float]]
 """The engine's log-probs of given sequences (`engines.base.Engine.score`). Called in a thread of the receiver."""
@@ -93,7 +94,7 @@ class Receiver:
         self._swapping: SharedTensors | None = None
         self._swaps = ThreadPoolExecutor(1, thread_name_prefix="weights-swap")
         # Reports of the swap; None marks its end.
-        self._done: queue.SimpleQueue[Message | BaseException | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Message, bytes] | BaseException | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-receiver", daemon=True)
         self.failure: BaseException | None = None
@@ -289,10 +290,11 @@ class Receiver:
         except BaseException as error:  # torn weights must never sample
             self._done.put(error)
             return
-        self._done.put(Swapped(generator_id=self._generator_id, version=version, checksum=checksum))
+        swapped = Swapped(generator_id=self._generator_id, version=version, checksum=checksum.digest)
+        self._done.put((swapped, checksum.tensors))
         if self._check is not None and self._check.check:
             scores = tuple(self._scores(self._check))
-            self._done.put(Checked(generator_id=self._generator_id, version=version, scores=scores))
+            self._done.put((Checked(generator_id=self._generator_id, version=version, scores=scores), b""))
         self._done.put(None)
 
     def _scores(self, check: WeightsLayout) -> Sequence[float]:
@@ -314,7 +316,7 @@ class Receiver:
                 self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=True))
                 raise outcome
             else:
-                self._client.send(outcome)
+                self._client.send(*outcome)
 
     def _drop_group(self) -> None:
         for group in self._groups.values():

@@ -53,7 +53,12 @@ class WeightsLayout(Message):
 
 
 class PartWritten(Message):
-    """Reports that all that a learner rank sends is in arena `slot`, after `writes` writes of that arena."""
+    """Reports that all that a learner rank sends is in arena `slot`, after `writes` writes of that arena.
+
+    The payload has the digests of its elements by tensor, [tensors] uint64, once they are computed.
+    """
+
+    max_payload_bytes: ClassVar[int] = 2**23
 
     sender: int
     """Counts from 1; the publisher is 0."""
@@ -118,7 +123,12 @@ class Staged(Message):
 
 
 class Swapped(Message):
-    """Reports that a generator samples with `version`; `checksum` is of the weights in its engine."""
+    """Reports that a generator samples with `version`; `checksum` is of the weights in its engine.
+
+    The payload has the digests of published tensors in its engine, [n, 2] uint64: index of the tensor, digest.
+    """
+
+    max_payload_bytes: ClassVar[int] = 2**24
 
     generator_id: Name
     version: PolicyVersion

@@ -6,6 +6,7 @@ Small models are in the place of SGLang's. The real engine is in `test_sglang_en
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from asyncgrpo.engines.sglang import copies as copies_module
 from asyncgrpo.engines.sglang import proof as proof_module
 from asyncgrpo.engines.sglang.copies import Copies
 from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, question, rest, trace
+from asyncgrpo.weights.digest import box_digest
 from tests.engines.shared import shared
 
 Weights = dict[str, Tensor]
@@ -99,6 +101,13 @@ def test_a_plan_reads_and_writes_nothing_and_names_every_box(dtype):
     }
 
 
+def found(proof: Proof, checksums: list[dict[str, str]], given: Weights) -> set[str]:
+    """Parameters that the generator finds to be other than sent, and tensors that the learner does."""
+    held = np.frombuffer(proof.held(checksums), np.uint64).reshape(-1, 2).tolist()
+    sent = [(name, box_digest(t, name, tuple(t.shape), (0,) * t.ndim)) for name, t in given.items()]
+    return set(proof.differing(checksums)) | {sent[index][0] for index, digest in held if digest != sent[index][1]}
+
+
 @dtypes
 def test_later_weights_are_proved_and_one_element_that_is_not_theirs_is_named(dtype):
     engine = Engine(dtype)
@@ -109,18 +118,32 @@ def test_later_weights_are_proved_and_one_element_that_is_not_theirs_is_named(dt
         new = weights(dtype, seed)
         engine.load(new)
         proof.published(new.items())
-        assert proof.differing(engine.checksums) == []
+        assert found(proof, engine.checksums, new) == set() and len(proof.held(engine.checksums)) == 5 * 16
         with torch.no_grad():
             engine.ranks[1].qk.view(torch.int32 if dtype == torch.float32 else torch.int16)[0, 3] += 1
-        assert proof.differing(engine.checksums) == ["qk"]
+        assert found(proof, engine.checksums, new) == {"q"}
     engine.load(new)
     good = engine.ranks[0].qk.detach().clone()
     for changed in (good[[1, 0, 2, 3, 4, 5]], good.roll(1, 1), engine.ranks[1].qk.detach()):
         engine.ranks[0].qk.data.copy_(changed)
-        assert proof.differing(engine.checksums) == ["qk"], "rows changed places, or are those of another process"
+        assert "q" in found(proof, engine.checksums, new), "rows changed places, or are those of another process"
+    engine.load(new)
+    engine.ranks[1].norm.data[0] += 1
+    assert proof.differing(engine.checksums) == ["norm"], "each process has all of it"
     engine, given = Engine(torch.bfloat16), weights(torch.float32)
     proof = engine.first(given)
     assert proof.differing(engine.checksums) == [] == proof.left_out, "compared with what is rounded to its dtype"
+    engine.ranks[1].qk.data[0, 3] += 1
+    assert proof.held(engine.checksums) == b"" and proof.differing(engine.checksums) == ["qk"]
+
+
+def test_boxes_are_whole_if_they_are_the_cells_of_a_grid():
+    halves = [Box("w", (0, 0), (2, 6)), Box("w", (2, 0), (1, 6))]
+    assert Box.are_whole(halves, (3, 6)) and Box.are_whole(halves * 2, (3, 6)) and Box.are_whole([Box("w", (), ())], ())
+    quarters = [Box("w", (row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+    assert Box.are_whole(quarters, (4, 6)) and not Box.are_whole(quarters[:3], (4, 6))
+    for boxes in ([halves[0]], [halves[0], Box("w", (1, 0), (1, 6))], [*halves, Box("w", (0, 0), (3, 6))]):
+        assert not Box.are_whole(boxes, (3, 6))
 
 
 def test_tensors_that_a_loader_ignores_and_parameters_that_are_not_written_are_named():

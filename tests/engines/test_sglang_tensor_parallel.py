@@ -4,10 +4,13 @@ import asyncio
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import psutil
 import pytest
 
 from asyncgrpo.types import Completion
+from asyncgrpo.weights.digest import box_digest
+from asyncgrpo.weights.publication import Checksum
 from tests.engines.engines import LAST_NORM, VOCAB, Rig, sglang_rig
 from tests.engines.shared import shared
 from tests.models import make_tiny_qwen3_moe
@@ -40,7 +43,7 @@ def test_shared_memory_of_schedulers_bears_the_mark_by_which_it_is_removed(rig: 
 
 
 def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig) -> None:
-    async def change(changes: tuple[int, ...]) -> list[str]:
+    async def change(changes: tuple[int, ...]) -> list[Checksum]:
         sums = []
         for number in changes:
             await rig.load(number)
@@ -51,6 +54,10 @@ def test_both_halves_of_a_model_follow_every_change_of_weights(rig: Rig) -> None
     assert again == one and len({one, two, zero}) == 3
     for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=12)):
         rig.assert_logprobs(PROMPT, completion)
+    sent = [box_digest(t, name, tuple(t.shape), (0,) * t.ndim) for name, t in shared(rig.weights(1))]
+    assert np.frombuffer(one.tensors, np.uint64).reshape(-1, 2).tolist() == [
+        [n, digest] for n, digest in enumerate(sent)
+    ]
     proof = rig.engine._proof
     assert proof._copies_suffice, "all but the first by the plan"
     assert (proof.left_out, proof.untraced, proof.do_not_follow, proof.nowhere) == ([], {}, [], set())

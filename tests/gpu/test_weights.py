@@ -13,6 +13,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.group import form_group, serve_store
+from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from tests.weights.publishing import digest_of, of_nccl, publish
@@ -54,9 +55,9 @@ def start() -> Iterator[Callable[..., None]]:
 def generate(endpoint: str) -> None:
     """Receive as a generator whose engine reports a digest of what it was given."""
 
-    def apply(tensors, version: PolicyVersion) -> str:
+    def apply(tensors, version: PolicyVersion) -> Checksum:
         held = dict(tensors)
-        return digest_of(Layout(LAYOUT), ((info, held[info.name]) for info in LAYOUT))
+        return Checksum(digest_of(Layout(LAYOUT), ((info, held[info.name]) for info in LAYOUT)))
 
     receiver = Receiver(endpoint, generator_id="generator-0", incarnation="0", host=HOST, apply=apply, keys=None)
     receiver.start()

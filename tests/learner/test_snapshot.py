@@ -92,12 +92,17 @@ def publish(learner: Learner, case: str, gathered: list[str]) -> None:
     layout, engines, about = Layout(learner.layout()), [], ["", ""]
     if learner.rank == 0:
         plane = Fleet(
-            WeightsConfig(bucket_mb=1), maps=True, layout=layout, others=learner.snapshot.streams, is_whole=False
+            WeightsConfig(bucket_mb=1),
+            maps=True,
+            layout=layout,
+            others=learner.snapshot.streams,
+            is_whole=False,
+            proves=True,
         )
         about = [plane.publisher.endpoint, plane.publisher._arenas.file]
     dist.broadcast_object_list(about)
     endpoint, file = about
-    learner.snapshot.connect(endpoint, HOST, None)
+    learner.snapshot.connect(endpoint, HOST, None, proves=True)
     if learner.rank == 0:
         engines = [plane.add(f"generator-{number}") for number in range(2)]
 
@@ -123,6 +128,7 @@ def publish(learner: Learner, case: str, gathered: list[str]) -> None:
             assert torch.equal(engine.held[version], expected), f"{case}, {number}"
     if learner.rank == 0:
         report, *_ = plane.publisher.reports()
+        assert not report.gaps, "each engine holds the tensors that were sent"
         # A learner of one machine may send deltas.
         assert dist.get_world_size() == 1 or (report.attempts == 1 and report.sent_bytes == layout.num_bytes)
     dist.barrier()

@@ -11,6 +11,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Arenas, Layout, Stream
 from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.publication import Checksum
 from tests.weights.publishing import Plane, wait_until
 
 LAYOUT = Layout(
@@ -70,10 +71,13 @@ class Engine:
     def newest(self) -> PolicyVersion | None:
         return max(self.held, default=None)
 
-    def apply(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
+    def apply(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> Checksum:
         self.may_go_on.wait(30.0)
         flat = self.held[version] = as_bytes(tensors, self.layout)
-        return add_digests([digest(flat)])
+        tensors = Stream([(0, len(flat))]).tensor_digests(self.layout, flat)
+        return Checksum(
+            add_digests([digest(flat)]), np.stack([np.arange(len(tensors), dtype=np.uint64), tensors], 1).tobytes()
+        )
 
 
 class Fleet(Plane):
@@ -87,8 +91,9 @@ class Fleet(Plane):
         layout: Layout = LAYOUT,
         others: Sequence[Stream] = (),
         is_whole: bool = True,
+        proves: bool = False,
     ) -> None:
-        super().__init__(config, maps=maps)
+        super().__init__(config, maps=maps, proves=proves)
         self.layout = layout
         self.publisher.start(list(layout.tensors), others=others, is_whole=is_whole)
         self.truth: dict[PolicyVersion, Tensor] = {}

@@ -35,6 +35,7 @@ from asyncgrpo.weights.arena import Arenas, SharedTensors, Stream
 from asyncgrpo.weights.delta import Delta
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Sender, Written
+from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
@@ -62,7 +63,7 @@ class Engine:
         self.version: PolicyVersion | None = None
         self.slow_s = 0.0
 
-    def apply(self, tensors: SharedTensors, version: PolicyVersion) -> str:
+    def apply(self, tensors: SharedTensors, version: PolicyVersion) -> Checksum:
         before = self._digest(tensors)
         pause_s, self.slow_s = self.slow_s, 0.0
         time.sleep(pause_s)
@@ -72,11 +73,11 @@ class Engine:
             tensors.require_intact()
         except WeightsError:  # on a busy machine it was given up meanwhile; engines refuse such a load, too
             self._found["loads refused"] += 1
-            return after
+            return Checksum(after)
         self._found["torn"] += before != after
         self._found["not what was published"] += self._truth[version] not in (before, after) or before != after
         self.version = version
-        return after
+        return Checksum(after)
 
     def _digest(self, tensors: list[tuple[str, Tensor]]) -> str:
         return add_digests([digest(as_bytes(tensors))])

@@ -30,6 +30,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Arenas, Layout, Stream
 from asyncgrpo.weights.lane import Sender, Written
+from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire.sockets import Keys
@@ -99,8 +100,8 @@ def generate(node: str, address: str, keys: Keys, endpoint: str) -> None:
     """Receive as a generator whose engine looks at every byte."""
     enter(node)
 
-    def apply(tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
-        return str([int(tensor.view(torch.int64).sum()) for _, tensor in tensors])
+    def apply(tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> Checksum:
+        return Checksum(str([int(tensor.view(torch.int64).sum()) for _, tensor in tensors]))
 
     receiver = Receiver(
         endpoint, generator_id=f"generator-{node[-1]}", incarnation="0", host=address, apply=apply, keys=keys

@@ -36,8 +36,8 @@ def of_nccl(rank: int, world: int, timeout_s: float) -> FormGroup:
 class Plane:
     """A publisher, and the receivers of generators that a test adds to it."""
 
-    def __init__(self, config: WeightsConfig, *, maps: bool) -> None:
-        self.publisher = Publisher(config, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None)
+    def __init__(self, config: WeightsConfig, *, maps: bool, proves: bool = False) -> None:
+        self.publisher = Publisher(config, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None, proves=proves)
         self.receivers: list[Receiver] = []
 
     def join(

@@ -15,7 +15,7 @@ from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.files import disk_tensors
-from asyncgrpo.weights.publication import BOUNDS, CheckSequences, GapLimit, Publication, SyncCheck, SyncGap
+from asyncgrpo.weights.publication import BOUNDS, CheckSequences, Checksum, GapLimit, Publication, SyncCheck, SyncGap
 from asyncgrpo.weights.receiver import Receiver
 from tests.learner.helpers import config, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -40,14 +40,14 @@ class Member:
         self.decoder = decoder.Decoder(self.model, max_context=64, max_completions=1)
         self.fault = right
 
-    def apply(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
+    def apply(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> Checksum:
         given = dict(tensors)
         wrong = ((name, self.fault(name, tensor, given)) for name, tensor in given.items())
         places = disk_tensors(self.model, remove_duplicate=False)
         for name, tensor in wrong:
             if tensor is not None:
                 places[name].detach().copy_(tensor)
-        return weights_digest(disk_tensors(self.model).items())
+        return Checksum(weights_digest(disk_tensors(self.model).items()))
 
 
 class Plane(publishing.Plane):

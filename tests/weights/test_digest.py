@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncgrpo.weights import digest as module
-from asyncgrpo.weights.digest import BLOCK, add_digests, box_digest, box_digests, digest
+from asyncgrpo.weights.digest import BLOCK, add_digests, box_digest, box_digests, digest, run_digest
 
 MASK = 2**64 - 1
 NEAR = BLOCK - 8 * 8
@@ -110,6 +110,17 @@ def test_the_digests_of_boxes_add_up_however_a_tensor_is_cut(shape, dtype, monke
         total = sum(
             box_digest(tensor[tuple(slice(*span) for span in box)], "w", shape, tuple(a for a, _ in box)) for box in cut
         )
+        assert total & MASK == whole(tensor)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(), (37,), (13, 24), (3, 5, 7), (2, 3, 4, 5)])
+def test_the_digests_of_runs_add_up_however_a_tensor_is_cut(shape, dtype):
+    tensor, rng = drawn_as(*shape, dtype=dtype), random.Random(0)
+    flat = tensor.reshape(-1)
+    for _ in range(10):
+        edges = sorted({0, len(flat), *(rng.randrange(len(flat)) for _ in range(3))})
+        total = sum(run_digest(flat[a:b], "w", shape, a) for a, b in itertools.pairwise(edges))
         assert total & MASK == whole(tensor)
 
 

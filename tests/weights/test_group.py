@@ -26,6 +26,7 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Place
 from asyncgrpo.weights.group import NcclGroup, form_group, serve_store, visit_store
 from asyncgrpo.weights.lane import GroupLane, receive, send
+from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.weights import FormGroup, Offer
@@ -44,7 +45,9 @@ def test_of_several_groups_a_late_generator_forms_only_the_newest(monkeypatch):
 
     offers = [Offer(version=PolicyVersion(1, number), digest="", group_number=number) for number in (1, 3)]
     arrived = [form(1), offers[0], form(2), WireError("malformed"), form(3), offers[1]]
-    late = Receiver("tcp://127.0.0.1:9", generator_id="g", incarnation="0", host="h", apply=lambda *_: "", keys=None)
+    late = Receiver(
+        "tcp://127.0.0.1:9", generator_id="g", incarnation="0", host="h", apply=lambda *_: Checksum(""), keys=None
+    )
 
     def receive(timeout_s: float) -> tuple[Message, bytes] | None:
         if arrived and isinstance(arrived[0], WireError):

@@ -18,7 +18,7 @@ from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights import receiver as receiving
 from asyncgrpo.weights.arena import Arenas, Layout
 from asyncgrpo.weights.digest import add_digests, digest
-from asyncgrpo.weights.publication import Publication
+from asyncgrpo.weights.publication import Checksum, Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.sockets import Client, Server
@@ -206,7 +206,7 @@ def test_versions_that_come_faster_than_they_travel_are_skipped(plane):
     """And none is torn: the engine never holds a mixture, whatever was written to the arenas meanwhile."""
 
     class Slow(Engine):
-        def apply(self, tensors, version: PolicyVersion) -> str:
+        def apply(self, tensors, version: PolicyVersion) -> Checksum:
             time.sleep(0.15)
             return super().apply(tensors, version)
 
@@ -292,7 +292,7 @@ def test_an_engine_on_the_learners_machine_loads_from_where_the_learner_has_writ
     places, is_loading, go_on = [], threading.Event(), threading.Event()
 
     class Looks(Engine):
-        def apply(self, tensors, version: PolicyVersion) -> str:
+        def apply(self, tensors, version: PolicyVersion) -> Checksum:
             places.append((tensors.arenas.file, tensors.slot))
             is_loading.set()
             assert go_on.wait(30.0)
@@ -344,8 +344,8 @@ def failure_of(plane: Plane) -> str:
 
 def test_engines_that_end_up_different_are_an_error(plane):
     class Corrupt(Engine):
-        def apply(self, tensors, version: PolicyVersion) -> str:
-            return super().apply(tensors, version)[::-1]
+        def apply(self, tensors, version: PolicyVersion) -> Checksum:
+            return Checksum(super().apply(tensors, version).digest[::-1])
 
     plane.add("generator-0")
     plane.publish(0)
@@ -358,7 +358,7 @@ def test_engines_that_end_up_different_are_an_error(plane):
 def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
     engine = plane.add("generator-0")
     plane.publish(0)
-    checksum = add_digests([digest(engine.held[at(0)])])
+    checksum = Checksum(add_digests([digest(engine.held[at(0)])]))
     engine.apply = lambda tensors, version: checksum  # says yes, does nothing
     plane.offer(1)
     assert "still holds the weights before" in failure_of(plane)

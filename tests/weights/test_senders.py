@@ -18,11 +18,12 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, digest, lane
-from asyncgrpo.weights.arena import Arenas, Bucket, Place, Slot, Stream
+from asyncgrpo.weights.arena import Arenas, Bucket, Place, SharedTensors, Slot, Stream
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import BLOCK, add_digests
 from asyncgrpo.weights.group import WeightGroup, form_group
 from asyncgrpo.weights.lane import Deltas, Sender, Written
+from asyncgrpo.weights.publication import Checksum, SyncGap
 from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client
@@ -42,13 +43,13 @@ class Ranks(Fleet):
 
     def __init__(self, *others: Stream, is_whole: bool) -> None:
         config = WeightsConfig(bucket_mb=1, timeout_s=5.0)
-        super().__init__(config, maps=True, others=others, is_whole=is_whole)
+        super().__init__(config, maps=True, others=others, is_whole=is_whole, proves=is_whole)
         self.others = others
         self.arenas = [torch.zeros(2, SIZE, dtype=torch.uint8) for _ in others]
         self.writes: Counter[int] = Counter()
         endpoint = self.publisher.endpoint
         self.senders = [
-            Sender(number, stream, endpoint=endpoint, host="127.0.0.1", keys=None)
+            Sender(number, stream, endpoint=endpoint, host="127.0.0.1", keys=None, layout=LAYOUT if is_whole else None)
             for number, stream in enumerate(others, 1)
         ]
 
@@ -260,11 +261,11 @@ def test_a_rank_that_is_ahead_of_another_is_not_forgotten(ranks):
 def test_a_report_that_a_broken_connection_loses_is_made_up_for(ranks, monkeypatch):
     send, losses = Client.send, []
 
-    def lossy(client: Client, message: Message) -> None:
+    def lossy(client: Client, message: Message, payload: bytes = b"") -> None:
         if isinstance(message, PartWritten) and len(losses) < 2:
             losses.append(message)
         else:
-            send(client, message)
+            send(client, message, payload)
 
     monkeypatch.setattr(liveness, "SUSPECT_S", 1.0)
     monkeypatch.setattr(Client, "send", lossy)
@@ -295,6 +296,26 @@ def test_an_engine_that_swapped_early_does_not_load_again_while_a_digest_is_awai
     goes_on.set()
     wait_until(lambda: ranks.publisher.is_idle, "rest")
     assert loads == [version]
+
+
+def test_tensors_that_an_engine_holds_otherwise_than_they_were_sent_are_named(ranks, caplog):
+    class Faulty(Engine):
+        """Turns a bit of a layer of the second version."""
+
+        def apply(self, tensors: SharedTensors, version: PolicyVersion) -> Checksum:
+            held = [(name, tensor.clone()) for name, tensor in tensors]
+            if version.number == 1:
+                held[2][1].view(torch.int16)[3, 4] ^= 1
+            return super().apply(held, version)
+
+    ranks.add("a", Faulty())
+    for number, gaps in enumerate([{}, {"a": SyncGap(math.inf, math.inf)}, {}]):
+        caplog.clear()
+        ranks.publish(number)
+        wait_until(lambda: ranks.publisher.is_idle, "rest")
+        (report,) = ranks.publisher.reports()
+        assert report.gaps == gaps
+        assert ("a: 1 tensors are not those of weights 1.1: layer" in caplog.text) == bool(gaps)
 
 
 @needs_namespaces

@@ -41,7 +41,7 @@ from asyncgrpo.types import (
     VersionSpan,
 )
 from asyncgrpo.weights.arena import Layout
-from asyncgrpo.weights.publication import SyncCheck
+from asyncgrpo.weights.publication import Checksum, SyncCheck
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message, rollouts, weights
@@ -234,7 +234,7 @@ class Readers:
         self.publisher._server.close()
         self.publisher._server = self  # type: ignore[assignment]
         self.receiver = Receiver(
-            "", generator_id="g", incarnation="a", host="", apply=lambda tensors, version: "", keys=None
+            "", generator_id="g", incarnation="a", host="", apply=lambda tensors, version: Checksum(""), keys=None
         )  # fmt: skip
         self.receiver._client = self  # type: ignore[assignment]  # what it sends comes to us
         self.refused: Counter[str] = Counter()

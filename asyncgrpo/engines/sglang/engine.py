@@ -35,6 +35,7 @@ from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.host import last_error, stderr_size
 from asyncgrpo.types import Completion, KeptTokens, PolicyVersion, Sampling, VersionSpan
 from asyncgrpo.weights.arena import SharedTensors
+from asyncgrpo.weights.publication import Checksum
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -138,16 +139,17 @@ class SGLangEngine(Engine[SGLangRequest]):
         # Imported objects stay; without this every full garbage collection would traverse them.
         await self._manager.freeze_gc()
 
-    async def checksum(self) -> str:
-        """Return the digest of the weights, and log parameters that differ from the tensors loaded last (`proof.py`)."""
+    async def checksum(self) -> Checksum:
+        """Return digests of the weights, and log parameters that are known to differ from those loaded last (`proof.py`)."""
         self._require_running()
         ranks, digest = await self._reply(self._check("checksum"))
-        names = self._proof.differing(ranks) if self._proof is not None else []
+        if self._proof is None:
+            return Checksum(digest)
         self._differs = ""
-        if names:
+        if names := self._proof.differing(ranks):
             self._differs = f"{len(names)} parameters are not those of weights {self._version}: {listed(names)}"
             log.error("%s", self._differs)
-        return digest
+        return Checksum(digest, self._proof.held(ranks))
 
     async def _check(self, action: str) -> tuple[list[dict[str, str]], str]:
         """Run a check of the parameters in all schedulers.

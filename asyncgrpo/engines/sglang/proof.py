@@ -1,8 +1,9 @@
 """Proof that an SGLang model holds the weights that were sent last, element by element.
 
-Each scheduler reports once which boxes of the published tensors its parameters consist of. From then on its
-checksum has a digest of each box of the live parameters. The generator compares it with the digest of the sent tensor, rounded
-to the parameter's dtype. Elements outside all boxes (padding, scales, values that a loader computes) are compared between
+Each scheduler reports once which boxes of the published tensors its parameters consist of. From then on its checksum has a
+digest of each box of the live parameters. Those of the boxes of a tensor add up to the digest of the tensor, and the learner
+compares that with what it sent. If the boxes are not the whole tensor, or rounded to another dtype, the generator compares them
+with digests of the sent tensor. Elements outside all boxes (padding, scales, values that a loader computes) are compared between
 engines only. A parameter with non-constant elements there does not follow the weights, nor does a box that the first weights
 leave unchanged.
 
@@ -14,12 +15,14 @@ torch mode, because some loaders copy in threads of their own.
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -46,6 +49,21 @@ class Box:
     def of(self, tensor: Tensor) -> Tensor:
         """Return its elements."""
         return tensor[tuple(slice(first, first + length) for first, length in zip(self.start, self.size, strict=True))]
+
+    @staticmethod
+    def are_whole(boxes: Iterable["Box"], shape: Shape) -> bool:
+        """Return True if these boxes are the cells of a grid over a tensor of this shape."""
+        cells, sides = set(boxes), list[set[tuple[int, int]]]()
+        for dim, length in enumerate(shape):
+            sides.append({(box.start[dim], box.size[dim]) for box in cells})
+            end = 0
+            for start, size in sorted(sides[-1]):
+                if start != end:
+                    return False
+                end += size
+            if end != length:
+                return False
+        return len(cells) == prod(map(len, sides))
 
     def first(self, shape: Shape) -> int:
         """Return the place of its first element in the contiguous tensor, of this shape."""
@@ -422,7 +440,7 @@ class Proof:
             given: the first weights, before they are sent.
             ranks: reply of each scheduler to `question`.
         """
-        self._names = [name for name, _ in given]
+        self._published = {name: (index, tuple(t.shape), t.dtype) for index, (name, t) in enumerate(given)}
         self._made: list[dict[str, tuple[str, _Kind]]] = []
         """By scheduler and number of the part: the parameter, and the box."""
         self.untraced: dict[str, str] = {}
@@ -449,19 +467,19 @@ class Proof:
         """Published tensors that no parameter uses."""
         self.left_out: list[str] = []
         """Parameters that the loader changes after the copy."""
+        self._whole = set[str]()
+        """Tensors whose digests the learner compares. Empty before the first weights, which say which boxes follow."""
         self._digests: dict[_Kind, int] = {}
+        """Of the boxes of all other tensors, as sent."""
 
     def may_copy(self, given: Given) -> bool:
         """True if the copies of the plan do for these tensors what the loader would. Their places follow from their order."""
-        return self._copies_suffice and [name for name, _ in given] == self._names
+        return self._copies_suffice and [name for name, _ in given] == list(self._published)
 
     def published(self, given: Iterable[tuple[str, Tensor]]) -> None:
-        """Compute the digests of the tensors that were sent. Reads all of them."""
-        boxes: dict[str, set[_Kind]] = {}
-        for made in self._made:
-            for _, kind in made.values():
-                boxes.setdefault(kind.box.tensor, set()).add(kind)
-        wanted = ((tensor, kind) for name, tensor in given for kind in boxes.get(name, ()))
+        """Compute the digests of the sent tensors that the learner does not compare."""
+        boxes = self._kinds()
+        wanted = ((tensor, kind) for name, tensor in given if name not in self._whole for kind in boxes.get(name, ()))
 
         def work(each: tuple[Tensor, _Kind]) -> tuple[_Kind, int]:
             tensor, kind = each
@@ -470,8 +488,31 @@ class Proof:
 
         self._digests = dict(spread(work, wanted))
 
+    def _kinds(self) -> dict[str, set[_Kind]]:
+        """Return the boxes of each tensor."""
+        kinds: dict[str, set[_Kind]] = {}
+        for made in self._made:
+            for _, kind in made.values():
+                kinds.setdefault(kind.box.tensor, set()).add(kind)
+        return kinds
+
+    def held(self, ranks: Sequence[Mapping[str, str]]) -> bytes:
+        """Return the digests of the tensors that the learner compares, [n, 2] uint64: index of the tensor, digest.
+
+        Args:
+            ranks: checksum of each scheduler.
+        """
+        digests: dict[_Kind, int] = {}
+        for rank, made in zip(ranks, self._made, strict=True):
+            digests |= {kind: int(rank.get(number, "0"), 16) for number, (_, kind) in made.items()}
+        sums = Counter[str]()
+        for kind, digest in digests.items():
+            sums[kind.box.tensor] += digest
+        held = [(self._published[name][0], sums[name] % 2**64) for name in self._published if name in self._whole]
+        return np.array(held, np.uint64).tobytes()
+
     def differing(self, ranks: Sequence[Mapping[str, str]]) -> list[str]:
-        """Return the parameters that differ from the tensors that were sent last.
+        """Return the parameters that differ from the tensors that were sent last, or between schedulers.
 
         Args:
             ranks: checksum of each scheduler.
@@ -491,11 +532,17 @@ class Proof:
                 self.left_out += [name] if name not in self.left_out else []
                 del self._made[rank][number]
         self._copies_suffice = not (self.untraced or self.do_not_follow or self.left_out or self._elsewhere)
+        for name, kinds in self._kinds().items():
+            _, shape, dtype = self._published[name]
+            if {kind.dtype for kind in kinds} == {dtype} and Box.are_whole((kind.box for kind in kinds), shape):
+                self._whole.add(name)
 
     def _wrong(self, ranks: Sequence[Mapping[str, str]]) -> Iterable[tuple[str, int, str]]:
+        known = dict(self._digests)
         for rank, made in enumerate(self._made):
             for number, (name, kind) in made.items():
-                if int(ranks[rank].get(number, "0"), 16) != self._digests.get(kind, -1):
+                digest = int(ranks[rank].get(number, "0"), 16)
+                if digest != known.setdefault(kind, digest):
                     yield name, rank, number
 
     def summary(self) -> str:

@@ -29,6 +29,7 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.arena import SharedTensors
 from asyncgrpo.weights.files import disk_tensors
+from asyncgrpo.weights.publication import Checksum
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +84,13 @@ class TorchEngine(Engine[Request]):
         self._decoder = decoder
         self._stepping = asyncio.create_task(self._run(decoder), name="torch-engine")
 
-    async def checksum(self) -> str:
+    async def checksum(self) -> Checksum:
         """Return the digest of the weights. Raises EngineError if a tensor differs from the one loaded last."""
         self._require_running()
         held = {name: tensor_digest(tensor) for name, tensor in disk_tensors(self._model).items()}
         if wrong := [name for name, sent in self._sent.items() if held.get(name, sent) != sent]:
             raise EngineError(f"{len(wrong)} tensors are not those of weights {self._version}, the first is {wrong[0]}")
-        return _joined(held)
+        return Checksum(_joined(held))
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         self._require_running()
