@@ -28,7 +28,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, TypeVar
 
@@ -143,14 +143,16 @@ def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple
     """
     if values.ndim < 2:
         values, shape, start = values.reshape(1, -1), (1, *(shape or (1,))), (0, *(start or (0,)))
-    seed, total = xxhash.xxh3_64_intdigest(tensor.encode()), 0
-    width, columns = _columns(seed ^ _MASK, values.element_size(), start[-1], values.shape[-1])
+    is_on_cpu = values.device.type == "cpu"
+    numbers = np.arange if is_on_cpu else partial(torch.arange, device=values.device)
+    seed, total = _seed(tensor), 0
+    width, columns = _columns(~seed, values, start[-1], numbers)
     for index in itertools.product(*map(range, values.shape[:-2])):
         row = 0
         for length, first, at in zip(shape, start, (*index, 0), strict=False):
             row = row * length + first + at
-        rows = _factors(seed, np.arange(row, row + values.shape[-2]))
-        total += _of_matrix(values[index].detach(), width, rows, columns)
+        rows = _factors(seed, numbers(row, row + values.shape[-2]))
+        total += (_on_cpu if is_on_cpu else _on_device)(values[index].detach(), width, rows, columns)
     return total & _MASK
 
 
@@ -175,67 +177,78 @@ def run_digest(values: Tensor, tensor: str, shape: tuple[int, ...], first: int) 
 
 
 def box_digests(values: Tensor, tensors: Sequence[str], start: tuple[int, int]) -> list[int]:
-    """Return the digests of boxes of several matrices, computed together, so that a GPU runs few kernels for many small boxes.
+    """Return the digests of boxes of several matrices, computed together, with few calls for many small boxes.
 
     Args:
         values: [n, rows, columns] elements of the boxes, of any strides.
         tensors: names of the n matrices.
         start: indices of the first element of each box in its matrix.
     """
-    seeds = np.array([[xxhash.xxh3_64_intdigest(name.encode())] for name in tensors], np.uint64)
-    width, columns = _columns(seeds ^ np.uint64(_MASK), values.element_size(), start[1], values.shape[2])
-    rows = _factors(seeds, np.arange(start[0], start[0] + values.shape[1]))
-    of_columns, of_rows = (torch.from_numpy(each.view(np.int64)).to(values.device) for each in (columns, rows))
-    totals, step = [], max(1, _AT_ONCE_ON_DEVICE // (rows.shape[1] * columns.shape[1]))
+    seeds = torch.tensor([[_seed(name)] for name in tensors], device=values.device)
+    numbers = partial(torch.arange, device=values.device)
+    width, columns = _columns(~seeds, values, start[1], numbers)
+    rows = _factors(seeds, numbers(start[0], start[0] + values.shape[1]))
+    at_once = _AT_ONCE if values.device.type == "cpu" else _AT_ONCE_ON_DEVICE
+    totals, step = [], max(1, at_once // (rows.shape[1] * columns.shape[1]))
     for first in range(0, len(values), step):
         some = slice(first, first + step)
         part = values[some].detach().contiguous()
         bits = _bits(part.flatten(0, 1), width).to(torch.int64).view(*part.shape[:2], -1)
-        totals.append(((bits * of_columns[some, None]).sum(2) * of_rows[some]).sum(1))
+        totals.append(((bits * columns[some, None]).sum(2) * rows[some]).sum(1))
     return [total & _MASK for total in torch.cat(totals).tolist()]
 
 
-def _columns(seed: Any, size: int, first: int, count: int) -> tuple[int, NDArray[np.uint64]]:
-    """Return the bytes to read as one integer, and the factor of each: of whole words, else of elements of this size."""
+def _seed(tensor: str) -> int:
+    return int.from_bytes(xxhash.xxh3_64_digest(tensor.encode()), "big", signed=True)
+
+
+def _columns(seed: Any, values: Tensor, first: int, numbers: Callable[[int, int], Any]) -> tuple[int, Any]:
+    """Return the bytes to read as one integer, and the factor of each: of whole words, else of elements.
+
+    Args:
+        values: a box.
+        first: its first column.
+        numbers: counts from one number to before another.
+    """
+    size, end = values.element_size(), first + values.shape[-1]
     each = max(1, _WORD // size)
-    if first % each == count % each == 0:
-        return size * each, _factors(seed, np.arange(first // each, (first + count) // each))
-    column = np.arange(first, first + count, dtype=np.uint64)
+    if first % each == end % each == 0:
+        return size * each, _factors(seed, numbers(first // each, end // each))
+    column = numbers(first, end)
     return size, _factors(seed, column // each) << (column % each * (8 * size))
 
 
-def _factors(seed: Any, indices: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return an odd number for each index (splitmix64: Steele, Lea and Flood 2014).
+def _factors(seed: Any, indices: Any) -> Any:
+    """Return an odd number for each index modulo 2^64 (splitmix64: Steele, Lea and Flood 2014; its constants as signed).
+
+    For a box on a GPU they are computed there: an upload would wait for the weights that are being uploaded.
 
     Args:
-        seed: a number, or [n, 1] uint64 for a row of the result each.
+        seed: a number, or [n, 1] for a row of the result each.
+        indices: int64, of NumPy or torch, as the result.
     """
-    with np.errstate(over="ignore"):
-        x = indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.asarray(seed, np.uint64)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+    x = indices * -0x61C8864680B583EB + seed
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * -0x6B2FB644ECCEEE15
+    return (x ^ ((x >> 31) & (2**33 - 1))) | 1
 
 
-def _of_matrix(values: Tensor, width: int, rows: NDArray[np.uint64], columns: NDArray[np.uint64]) -> int:
-    if values.device.type != "cpu":
-        return _on_device(values, width, rows, columns)
+def _on_cpu(values: Tensor, width: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> int:
     total, step = 0, max(1, _AT_ONCE // len(columns))
     for first in range(0, len(rows), step):
-        wide = _bits(values[first : first + step], width).numpy().astype(np.uint64)
+        wide = _bits(values[first : first + step], width).numpy().astype(np.int64)
         of_rows = np.einsum("rw,w->r", wide, columns)  # for integers this is faster than a matrix product
         total += int(np.dot(rows[first : first + step], of_rows))
     return total
 
 
-def _on_device(values: Tensor, width: int, rows: NDArray[np.uint64], columns: NDArray[np.uint64]) -> int:
+def _on_device(values: Tensor, width: int, rows: Tensor, columns: Tensor) -> int:
     """Compute the digest by elementwise products, because GPUs lack an integer matrix product. Synchronizes once."""
     step = max(1, _AT_ONCE_ON_DEVICE // len(columns))
-    of_columns, of_rows = (torch.from_numpy(each.view(np.int64)).to(values.device) for each in (columns, rows))
-    total = of_rows.new_zeros(())
+    total = rows.new_zeros(())
     for first in range(0, len(rows), step):
         bits = _bits(values[first : first + step], width).to(torch.int64)
-        total += ((bits * of_columns).sum(1) * of_rows[first : first + step]).sum()
+        total += ((bits * columns).sum(1) * rows[first : first + step]).sum()
     return int(total.item())
 
 

@@ -3,8 +3,10 @@
 Small models are in the place of SGLang's. The real engine is in `test_sglang_engine.py` and `test_sglang_scheduler.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from asyncgrpo.engines.sglang import copies as copies_module
 from asyncgrpo.engines.sglang import proof as proof_module
 from asyncgrpo.engines.sglang.copies import Copies
-from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, question, rest, trace
+from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, question, rest, state, trace
 from asyncgrpo.weights.digest import box_digest
 from tests.engines.shared import shared
 
@@ -265,7 +267,9 @@ def copied(model: nn.Module, given: Weights) -> Copies:
     held, tensors = Held(), shared(given)
     held.plan(model, question(tensors).removeprefix(PLAN))
     copies = Copies(held.parts, held.published)
-    copies.write(model, tensors.arenas, tensors.slot)
+    parameters = state(model)
+    for name in copies.write(parameters, tensors.arenas, tensors.slot):
+        held.follow(name, parameters[name])
     return copies
 
 
@@ -291,6 +295,41 @@ def test_copies_by_the_plan_are_those_of_the_loader(monkeypatch, most):
 def test_copies_that_follow_each_other_are_one():
     given = {f"{n // 6}.{n // 2 % 3}.{n % 2}": torch.randn(4, 8) for n in range(12)} | {"norm": torch.randn(8)}
     assert [run.parameter for run in copied(Experts(width=8), given)._runs] == ["layers.0", "layers.1", "norm"]
+
+
+def test_a_parameter_on_a_gpu_is_digested_beside_the_copies_of_others(monkeypatch):
+    """With a fake of CUDA's streams: an event has what is written so far, and a digest is of the next checksum only."""
+    model, held, given = Rank(0), Held(), weights()
+    parameters, waited, calls = state(model), list[Weights](), list[str]()
+
+    class Stream:
+        def record_event(self) -> Weights:
+            assert calls == ["enter"], "copies have a stream of their own"
+            return {name: tensor.clone() for name, tensor in parameters.items()}
+
+    @contextmanager
+    def stream(of: Stream) -> Iterator[None]:
+        calls.append("enter")
+        yield
+        calls.append("exit")
+
+    current = SimpleNamespace(wait_event=waited.append)
+    streams = SimpleNamespace(Stream=Stream, stream=stream, current_stream=lambda: current)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    monkeypatch.setattr(proof_module, "ON_GPU", ("cpu",))
+    held.plan(model, question(list(given.items())).removeprefix(PLAN))
+    tensors = shared(given)
+    names = []
+    for name in Copies(held.parts, held.published).write(parameters, tensors.arenas, tensors.slot):
+        assert calls == ["enter", "exit"] and torch.equal(waited[-1][name], parameters[name])
+        held.follow(name, parameters[name])
+        names.append(name)
+    assert names == ["qk", "norm", "head", "out"]
+    expected = Held()
+    expected.plan(model, question(list(given.items())).removeprefix(PLAN))
+    before = expected.checksum(model, ())
+    parameters["norm"].data[0] += 1
+    assert held.checksum(model, ()) == before != held.checksum(model, ()) == expected.checksum(model, ())
 
 
 def test_weights_are_copied_without_the_loader_only_if_it_does_nothing_else():
@@ -326,12 +365,15 @@ def test_experts_are_digested_together_and_alike(monkeypatch):
     noise, alone = torch.Generator().manual_seed(0), list[str]()
     given = {f"{n // 6}.{n // 2 % 3}.{n % 2}": torch.randn(4, 6, generator=noise) for n in range(12)}
     given["norm"] = torch.randn(6, generator=noise)
-    model, held = Experts(), Held()
-    proof = Proof(list(given.items()), [held.plan(model, question(list(given.items())).removeprefix(PLAN))])
+    model, text = Experts(), question(list(given.items())).removeprefix(PLAN)
+    with monkeypatch.context() as patch:
+        patch.setattr(proof_module, "MOST_STACKED", {})
+        (held := Held()).plan(model, text)
     model.load_weights(given.items())
-    proof.published(given.items())
     one_by_one = held.checksum(model, ())
-    monkeypatch.setattr(proof_module, "STACKED_ON", ("cpu",))
+    held = Held()
+    proof = Proof(list(given.items()), [held.plan(model, text)])
+    proof.published(given.items())
     of_box = proof_module.box_digest
     monkeypatch.setattr(
         proof_module, "box_digest", lambda values, name, *where: alone.append(name) or of_box(values, name, *where)

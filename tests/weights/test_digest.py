@@ -126,9 +126,13 @@ def test_the_digests_of_runs_add_up_however_a_tensor_is_cut(shape, dtype):
 
 def test_the_digest_of_a_box_is_what_the_page_says():
     tensor = torch.tensor([[1, 2], [3, 5]], dtype=torch.int64)
-    seed = module.xxhash.xxh3_64_intdigest(b"w")
-    rows, columns = (module._factors(one, np.arange(2)) for one in (seed, seed ^ MASK))
+    seed = module._seed("w")
+    assert seed & MASK == xxhash.xxh3_64_intdigest(b"w")
+    rows, columns = (module._factors(one, np.arange(2)) for one in (seed, ~seed))
     assert all(int(factor) % 2 for factor in np.concatenate([rows, columns]))
+    assert int(module._factors(0, np.arange(2))[1]) & MASK == 0xE220A8397B1DCDAF, (
+        "the first number of splitmix64 from seed 0"
+    )
     expected = sum(int(tensor[r, c]) * int(rows[r]) * int(columns[c]) for r in range(2) for c in range(2))
     assert whole(tensor) == expected & MASK
 
@@ -138,17 +142,18 @@ def test_a_card_computes_the_same(dtype, monkeypatch):
     """Its products here, on the CPU; `tests/gpu/test_boxes.py` is for a card."""
     monkeypatch.setattr(module, "_AT_ONCE_ON_DEVICE", 100)
     tensor = drawn_as(13, 24, dtype=dtype)
-    rows = module._factors(0, np.arange(13))
     for first in (0, 1):  # whole words, and words that are cut
-        width, columns = module._columns(1, tensor.element_size(), first, 24)
-        one, other = (compute(tensor, width, rows, columns) for compute in (module._on_device, module._of_matrix))
-        assert one & MASK == other & MASK
+        results = []
+        for compute, numbers in ((module._on_device, torch.arange), (module._on_cpu, np.arange)):
+            width, columns = module._columns(1, tensor, first, numbers)
+            results.append(compute(tensor, width, module._factors(0, numbers(0, 13)), columns) & MASK)
+        assert results[0] == results[1]
 
 
 @dtypes
 @pytest.mark.parametrize("columns", [slice(0, 24), slice(1, 24), slice(4, 9)])
 def test_boxes_of_several_tensors_have_the_digests_of_each(dtype, columns, monkeypatch):
-    monkeypatch.setattr(module, "_AT_ONCE_ON_DEVICE", 600)
+    monkeypatch.setattr(module, "_AT_ONCE", 600)
     tensor, names = drawn_as(7, 9, 24, dtype=dtype), [f"expert {number}" for number in range(7)]
     boxes, start = tensor[:, 2:8, columns], (2, columns.start)
     expected = [box_digest(box, name, (9, 24), start) for box, name in zip(boxes, names, strict=True)]

@@ -5,14 +5,14 @@ that follow each other, in the publication and in a parameter, are one: with one
 layer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from asyncgrpo.engines.sglang.proof import Part, Published, state
+from asyncgrpo.engines.sglang.proof import Part, Published
 from asyncgrpo.types import TensorInfo
 from asyncgrpo.weights.arena import Arenas, Layout
 
@@ -61,19 +61,33 @@ class Copies:
             else:
                 self._runs.append(run)
 
-    def write(self, model: nn.Module, arenas: Arenas, slot: int) -> None:
-        """Write the weights of an arena into a model's parameters."""
-        flat, parameters = arenas.arena(self._layout, slot), state(model)
-        for start, end, dtype, parameter, offset in self._runs:
-            values = flat[start:end].view(dtype)
-            parameters[parameter].detach().as_strided(values.shape, (1,), offset).copy_(values, non_blocking=True)
-        for name, parts in self._scattered.items():
-            whole = self._layout.part(flat, name, 0, self._shapes[name])
-            if whole.nbytes <= MOST_UPLOADED:
-                # torch would gather the view on one core, and upload it out of pages that are not pinned.
-                whole = whole.to(parameters[parts[0].parameter].device, non_blocking=True)
-            for part in parts:
-                part.of(parameters[part.parameter]).copy_(part.box.of(whole))
+    def write(self, parameters: Mapping[str, Tensor], arenas: Arenas, slot: int) -> Iterator[str]:
+        """Write the weights of an arena into a model's parameters.
+
+        A stream of a GPU has all the copies queued before the first name is returned.
+
+        Yields:
+            Each parameter, once it is written as far as the present stream is concerned.
+        """
+        flat, device = arenas.arena(self._layout, slot), next(iter(parameters.values())).device
+        streams = torch.get_device_module(device)
+        copying, written = streams.Stream(), dict[str, Any]()
+        with streams.stream(copying):
+            for start, end, dtype, parameter, offset in self._runs:
+                values = flat[start:end].view(dtype)
+                parameters[parameter].detach().as_strided(values.shape, (1,), offset).copy_(values, non_blocking=True)
+                written[parameter] = copying.record_event()
+            for name, parts in self._scattered.items():
+                whole = self._layout.part(flat, name, 0, self._shapes[name])
+                if whole.nbytes <= MOST_UPLOADED:
+                    # torch would gather the view on one core, and upload it out of pages that are not pinned.
+                    whole = whole.to(device, non_blocking=True)
+                for part in parts:
+                    part.of(parameters[part.parameter]).copy_(part.box.of(whole))
+                    written[part.parameter] = copying.record_event()
+        for parameter, event in written.items():
+            streams.current_stream().wait_event(event)
+            yield parameter
 
 
 def _next(run: Run, end: int) -> Run:

@@ -27,7 +27,7 @@ import psutil
 from asyncgrpo import liveness, scratch, warm
 from asyncgrpo.config.model_size import cache_of
 from asyncgrpo.config.reach import fetch
-from asyncgrpo.engines.sglang.proof import PLAN, Held
+from asyncgrpo.engines.sglang.proof import PLAN, Held, state
 from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.host import importing, last_error, stderr_size
 from asyncgrpo.weights.publication import LENGTH, NUM_SEQUENCES
@@ -69,6 +69,7 @@ MOST_IN_A_GRAPH = 512
 
 
 mapped = Mapped()
+held = Held()
 
 
 class OurScheduler(scheduler.Scheduler):
@@ -124,12 +125,15 @@ class OurWeightUpdater(WeightUpdater):
     """SGLang's writer of weights. A bucket says where they are in shared memory (`weights.py`)."""
 
     def _update_weights_from_flattened_bucket(self, flattened_tensor_bucket_dict: dict[str, Any]) -> tuple[bool, str]:
+        held.forget()
         try:
             tensors, model = mapped.tensors(flattened_tensor_bucket_dict), self.get_model()
             if tensors:
                 model.load_weights(tensors)
             else:
-                mapped.copies.write(model, tensors.arenas, tensors.slot)
+                parameters = state(model)
+                for name in mapped.copies.write(parameters, tensors.arenas, tensors.slot):
+                    held.follow(name, parameters[name])
                 post_load_weights(model)  # which the loader calls, too: weights that a model derives
             current_platform.synchronize()  # the GPU has then finished reading the tensors
             tensors.require_intact()
@@ -141,20 +145,16 @@ class OurWeightUpdater(WeightUpdater):
 class OurWeightChecker(WeightChecker):
     """SGLang's checksum of a model's weights by the plan of `proof.py`. An action of its own requests the plan."""
 
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self._held = Held()
-
     def handle(self, action: str, *args: Any, role: str, **kwargs: Any) -> dict[str, Any] | None:
         current_platform.synchronize()  # several threads write some models
         if not action.startswith(PLAN):
             return super().handle(action, *args, role=role, **kwargs)
-        content = self._held.plan(self._get_model(), action.removeprefix(PLAN))
-        mapped.copies = Copies(self._held.parts, self._held.published)
+        content = held.plan(self._get_model(), action.removeprefix(PLAN))
+        mapped.copies = Copies(held.parts, held.published)
         return self._reply(content, role)
 
     def _compute_checksum(self, skip_tensor_list: list[str] | None = None, *, role: str) -> dict[str, Any]:
-        return self._reply(self._held.checksum(self._get_model(), self._skip_compare_names(skip_tensor_list)), role)
+        return self._reply(held.checksum(self._get_model(), self._skip_compare_names(skip_tensor_list)), role)
 
     def _reply(self, content: dict[str, str], role: str) -> dict[str, Any]:
         where = self._parallelism_info(role=role)

@@ -143,23 +143,24 @@ def unregistered(model: nn.Module) -> set[tuple[str, str, int, int]]:
     }
 
 
-STACKED_ON = ("cuda",)
-"""Devices on which boxes of one size are digested together. On a CPU a box fits in its cache."""
-MOST_STACKED = 2**24
-"""Elements of the largest box for which that pays."""
+ON_GPU = ("cuda",)
+"""Devices that digest a parameter beside the copies of others."""
+MOST_STACKED = {"cpu": 2**14, "cuda": 2**24}
+"""Elements of the largest box that is digested together with those of its size, by device."""
 
 
-def stacks(parts: Sequence[Part]) -> list[list[int]]:
-    """Return the numbers of all parts, those together that are one view: as the experts of a layer, evenly spaced matrices."""
+def stacks(parts: Sequence[Part], most: int) -> dict[str, list[list[int]]]:
+    """Return the numbers of the parts of each parameter, those together that are one view: evenly spaced matrices, as the experts
+    of a layer, if they have at most so many elements."""
     alike: dict[Any, list[int]] = {}
     for number, part in enumerate(parts):
-        alone = number if len(part.box.size) != 2 or prod(part.box.size) > MOST_STACKED else None
+        alone = number if len(part.box.size) != 2 or prod(part.box.size) > most else None
         alike.setdefault((part.parameter, part.box.start, part.box.size, part.strides, alone), []).append(number)
-    found = []
-    for numbers in alike.values():
+    found: dict[str, list[list[int]]] = {}
+    for (parameter, *_), numbers in alike.items():
         numbers.sort(key=lambda number: parts[number].offset)
         steps = {parts[after].offset - parts[number].offset for number, after in pairwise(numbers)}
-        found += [numbers] if len(steps) <= 1 else [[number] for number in numbers]
+        found.setdefault(parameter, []).extend([numbers] if len(steps) <= 1 else [[number] for number in numbers])
     return found
 
 
@@ -371,7 +372,9 @@ class Held:
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.published: list[Published] = []
-        self._stacks: list[list[int]] = []
+        self._stacks: dict[str, list[list[int]]] = {}
+        self._written: dict[str, dict[str, str]] = {}
+        """Digests of the parameters that were digested as they were written, for the next checksum."""
         self._left: Left | None = None
         """Elements outside all parts; None until computed."""
         self._shapes: dict[str, Shape] = {}
@@ -381,7 +384,8 @@ class Held:
         self.published = [(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(asked)]
         self._shapes = {name: shape for name, _, shape in self.published}
         self.parts, untraced, elsewhere = trace(model, self.published)
-        self._left, self._stacks = left_by(model, self.parts), stacks(self.parts)
+        most = MOST_STACKED.get(next(model.parameters()).device.type, 0)
+        self._left, self._stacks = left_by(model, self.parts), stacks(self.parts, most)
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state(model).items()}
         made = [
             (part.box.tensor, part.box.start, part.box.size, part.parameter, dtypes[part.parameter])
@@ -397,11 +401,32 @@ class Held:
     def checksum(self, model: nn.Module, skipped: Iterable[str]) -> dict[str, str]:
         """Return a digest of each part, and of the elements of each parameter and buffer outside all parts."""
         tensors, leave_out = state(model), set(skipped)
+        written, digests = self.forget(), dict[str, str]()
+        for name in self._stacks:
+            digests |= written.get(name) or self._digests(name, tensors[name])
+        if self._left is None:
+            self._left = left_by(model, [])
+        for name, values in rest(model, {n: at for n, at in self._left.items() if n not in leave_out}).items():
+            digests[name] = f"{box_digest(values, name, (len(values),), (0,)):016x}"
+        return digests
+
+    def follow(self, name: str, parameter: Tensor) -> None:
+        """Digest a parameter that was just written, if it is on a GPU: beside the copies of others, which take longer."""
+        if parameter.device.type in ON_GPU:
+            self._written[name] = self._digests(name, parameter)
+
+    def forget(self) -> dict[str, dict[str, str]]:
+        """Forget the digests of `follow`, and return them."""
+        written, self._written = self._written, {}
+        return written
+
+    def _digests(self, name: str, parameter: Tensor) -> dict[str, str]:
+        """Return the digest of each part of a parameter."""
         digests: dict[str, str] = {}
-        for numbers in self._stacks:
-            some = [self.parts[number] for number in numbers]
-            box, parameter = some[0].box, tensors[some[0].parameter].detach()
-            if len(some) > 1 and parameter.device.type in STACKED_ON:
+        for numbers in self._stacks[name]:
+            some, parameter = [self.parts[number] for number in numbers], parameter.detach()
+            box = some[0].box
+            if len(some) > 1:
                 strides = (some[1].offset - some[0].offset, *some[0].strides)
                 values = parameter.as_strided((len(some), *box.size), strides, some[0].offset)
                 found = box_digests(values, [part.box.tensor for part in some], (box.start[0], box.start[1]))
@@ -409,10 +434,6 @@ class Held:
                 boxes = [(part.of(parameter), part.box) for part in some]
                 found = [box_digest(v, b.tensor, self._shapes[b.tensor], b.start) for v, b in boxes]
             digests |= {str(number): f"{digest:016x}" for number, digest in zip(numbers, found, strict=True)}
-        if self._left is None:
-            self._left = left_by(model, [])
-        for name, values in rest(model, {n: at for n, at in self._left.items() if n not in leave_out}).items():
-            digests[name] = f"{box_digest(values, name, (len(values),), (0,)):016x}"
         return digests
 
 
