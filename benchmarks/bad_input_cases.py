@@ -228,12 +228,7 @@ CONFIGURATION = [
     train("BOM in the settings", *CONFIG, make=write("c.yaml", "\ufeffrun: {seed: 1}\n"), may_work=True),
     train("settings that extend themselves", *CONFIG, make=write("c.yaml", "extends: c.yaml\n")),
     train("settings that are a picture", *CONFIG, make=write("c.yaml", b"\x89PNG\r\n\x1a\n\xff\xfe" * 9)),
-    train(
-        "a file of verl's",
-        *CONFIG,
-        make=write("c.yaml", "data: {train_files: a}\ntrainer: {nnodes: 1}\n"),
-        is_table=True,
-    ),
+    train("a file of verl's", *CONFIG, make=write("c.yaml", "data: {train_files: a, val_files: b}\n"), is_table=True),
     train("bytes that are no text", "run.out=a\udcffb", may_work=True),
 ]
 
@@ -262,11 +257,7 @@ DATA = [
     train("prompts that are all too long", "data.max_prompt_tokens=1"),
     train("a prompt of 10 MB", make=rows(ROWS[0] | {"prompt": "x" * 10_000_000}), may_work=True),
     train("the same row again and again", make=write("train.json", json.dumps(ROWS[:1] * 40)), may_work=True),
-    train(
-        "fewer rows than a step takes",
-        *FEW_ROWS,
-        warns="warning: buffer.prompts_per_step (64) is more than the rows of",
-    ),
+    train("fewer rows than a step takes", *FEW_ROWS, warns="buffer.prompts_per_step (64) is more than the rows of"),
     train("no held-out file", "--eval-data", "missing.json"),
     train("a broken held-out file", "--eval-data", "e.json", make=write("e.json", "[{]")),
     train("a held-out lone surrogate", "--eval-data", "e.json", make=rows(SURROGATE, name="e.json")),
@@ -329,15 +320,7 @@ MODELS = [
 
 RESUMED = ["--steps", "6", "--out", "run"]
 RUNS = [
-    train(
-        "gone on with another model",
-        *RESUMED,
-        "--model",
-        "m2",
-        make=copy("model", "m2"),
-        needs_run=True,
-        warns="changed: m",
-    ),
+    train("another model", *RESUMED, "--model", "m2", make=copy("model", "m2"), needs_run=True, warns="changed: m"),
     train("gone on with other data", *RESUMED, make=rows(ROWS[5], count=20), needs_run=True),
     train("gone on with fewer steps", "--steps", "1", "--out", "run", needs_run=True),
     train("a checkpoint without its state", *RESUMED, make=remove("run/checkpoints/*/state.json"), needs_run=True),
@@ -382,12 +365,7 @@ OTHERS = [
     other("a judge that is not there", f"data check train.json reward.function=judge {JUDGE}", is_report=True),
     other("a hub id, and no hub listens", "data check train.json --model a/b", environment=NO_HUB),
     other("prompts that are all too long", f"{CHECK} --model ./model data.max_prompt_tokens=1", is_report=True),
-    other(
-        "parts that are no numbers",
-        CHECK,
-        reward("return {'score': 1.0, 'style': float('nan')}"),
-        warns="parts left out",
-    ),
+    other("parts that are NaN", CHECK, reward("return {'score': 1.0, 'style': float('nan')}"), warns="parts left out"),
     other("a reward that prints 100 kB", CHECK, reward("print('x' * 100_000); return 1.0"), warns="printed more than"),
     other("rows without an answer", "data check train.json", rows(UNANSWERED), is_report=True),
     *(other(f"a name of 300 letters, {command}", f"{command} {'a' * 300}") for command in LONG),

@@ -25,8 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.engines.sglang.copies import Copies
+from asyncgrpo.engines.sglang.proof import PLAN, Held, question
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights.arena import Arenas, Layout
 from asyncgrpo.weights.digest import box_digest, digest
 from asyncgrpo.weights.group import WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.weights.publication import Checksum
@@ -66,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def copies(device: str, size: int) -> None:
-    """GB/s of each leg between the card and the memory of two processes, `size` bytes each, of the digest and of the sums."""
+    """GB/s of each leg between the card and the memory of two processes, `size` bytes each, and of the digests."""
     on_card = random_bytes(size, device)
     pageable = torch.empty(size, dtype=torch.uint8)
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
@@ -74,11 +77,8 @@ def copies(device: str, size: int) -> None:
     pinned.copy_(on_card)
     with file_in_memory(size) as shared:
         legs: dict[str, tuple[Tensor, Tensor]] = {
-            "card to pageable": (pageable, on_card),
             "card to pinned": (pinned, on_card),
-            "pinned to /dev/shm": (shared, pinned),
             "card to /dev/shm": (shared, on_card),
-            "/dev/shm to pageable": (pageable, shared),
             "/dev/shm to card": (on_card, shared),
             "pageable to card": (on_card, pageable),
             "pinned to card": (on_card, pinned),
@@ -95,13 +95,30 @@ def copies(device: str, size: int) -> None:
     matrix = on_card.view(torch.bfloat16).view(-1, 4096)
     where = "card" if device == "cuda" else "CPU"
     show_rate(f"box digest on the {where}", size, device, lambda: box_digest(matrix, "w", tuple(matrix.shape), (0, 0)))
-    # An integer of 8 bytes is the sum of 8 products of bytes, for which a card has units: what would they read?
-    factors = random_bytes(8 * 8192, device).view(torch.int8).view(8, 8192).t()
-    product = lambda: torch._int_mm(matrix.view(torch.int8), factors)  # noqa: E731
-    show_rate(f"sums of a box digest as an int8 product on the {where}", size, device, product)
     few = pageable[: size // 8]
     show_rate("digest on the host", len(few), device, lambda: digest(few))
     from_pages_of_another_process(device, on_card)
+    swap(device, size)
+
+
+def swap(device: str, size: int) -> None:
+    """GB/s of the pause of an engine: layers uploaded out of registered pages, each digested beside the upload of the next."""
+    layers = {f"layer{n}": torch.empty(size // 2**16, 2048, dtype=torch.bfloat16, device=device) for n in range(16)}
+    layout = Layout([TensorInfo(name=n, shape=tuple(each.shape), dtype="bfloat16") for n, each in layers.items()])
+    model, held, arenas = torch.nn.Module(), Held(), Arenas.create(layout)
+    for name, layer in layers.items():
+        model.register_parameter(name, torch.nn.Parameter(layer, requires_grad=False))
+    model.load_weights = lambda given: [layers[name].copy_(tensor) for name, tensor in given]
+    held.plan(model, question(list(layers.items())).removeprefix(PLAN))
+    copies = Copies(held.parts, held.published)
+    if device == "cuda":
+        arenas.pin()
+
+    def work() -> None:
+        for name in copies.write(layers, arenas, 0):
+            held.follow(name, layers[name])
+
+    show_rate("a swap, digested meanwhile", layout.num_bytes, device, work)
 
 
 def columns(device: str, on_card: Tensor, shared: Tensor) -> None:
@@ -206,15 +223,10 @@ def publication(device: str, total: int) -> dict[str, Any]:
 
 def receive(endpoint: str) -> None:
     """Receive as a generator whose engine takes weights at no cost, until the process is ended."""
-    receiver = Receiver(
-        endpoint,
-        generator_id="generator-0",
-        incarnation="0",
-        host=HOST,
-        apply=lambda *_: Checksum("applied"),
-        keys=None,
-    )
-    receiver.start()
+    taken = Checksum("applied")
+    Receiver(
+        endpoint, generator_id="generator-0", incarnation="0", host=HOST, apply=lambda *_: taken, keys=None
+    ).start()
     while True:
         time.sleep(1.0)
 

@@ -3,8 +3,8 @@
     python -m benchmarks.weights_arithmetic
 
 Half of the GPUs learn; with 8 all share a machine, otherwise a machine has 8 that do the same. The stages follow one another:
-copy to the host, digest, broadcast, upload, digest of the live parameters. A generator copies a bucket to the host and digests it
-while the next one arrives. Each GPU sends or receives over a link of its own; each learner rank and each engine digests.
+copy to the host, digest, broadcast, upload. A generator copies a bucket to the host and digests it while the next one arrives. A
+GPU digests a parameter while others are uploaded, learner ranks digest the sent tensors. Each GPU has a link of its own.
 """
 
 from asyncgrpo.config.memory import PCIE_BYTES_PER_S as PCIE

@@ -49,6 +49,8 @@ PROVED_BYTES_PER_S = 109e9
 """Rate at which one GPU digests its live parameters, measured on an H200 (docs/gpu.md)."""
 WHOLE_SHARE = 0.35
 """Share of a model in matrices of which each GPU of an engine holds columns (`o_proj`, `down_proj`): it uploads them whole."""
+LAST_SHARE = 0.08
+"""Share of a model in the matrix that is uploaded last, and digested when no upload goes on: the head of Qwen3-8B."""
 COPIED_BYTES_PER_S = 12e9
 """Rate at which one core copies (docs/weights.md)."""
 SHOWN_OF_NOMINAL = 0.985
@@ -268,14 +270,15 @@ def published_bytes(size: ModelSize, config: Config) -> int:
 
 
 def pause_seconds(num_bytes: int, gpus: int) -> float:
-    """Longest pause of an engine of so many GPUs for a publication: it uploads the weights, and digests its live parameters.
+    """Longest pause of an engine of so many GPUs for a publication: it uploads the weights, and digests what is there meanwhile.
 
     With 0 GPUs it copies them on a core.
     """
     if not gpus:
         return num_bytes / COPIED_BYTES_PER_S
-    uploaded = num_bytes * (WHOLE_SHARE + (1 - WHOLE_SHARE) / gpus)
-    return uploaded / PCIE_BYTES_PER_S + num_bytes / gpus / PROVED_BYTES_PER_S
+    uploaded_s = num_bytes * (WHOLE_SHARE + (1 - WHOLE_SHARE) / gpus) / PCIE_BYTES_PER_S
+    proved_s = num_bytes / gpus / PROVED_BYTES_PER_S
+    return max(uploaded_s, proved_s) + LAST_SHARE * proved_s
 
 
 def fullest_host(size: ModelSize, config: Config) -> Holding:
