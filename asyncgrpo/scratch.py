@@ -32,6 +32,8 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "ASYNCGRPO_OWNER"
 """Environment variable of the processes that a command starts: the name of the command's folder."""
+_ROOT = "asyncgrpo-"
+"""Start of the name of the folder that has those of all processes. Nothing is removed from any other."""
 _LOCK = ".lock"
 _KEEP = "keep"
 
@@ -104,7 +106,7 @@ def is_unheld(lock: Path) -> bool:
 
 
 def _root() -> Path:
-    root = Path(tempfile.gettempdir()) / f"asyncgrpo-{os.getuid()}"
+    root = Path(tempfile.gettempdir()) / f"{_ROOT}{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
     there = root.lstat()
@@ -127,7 +129,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _remove_dead(root: Path) -> None:
-    for there in root.iterdir():
+    for there in root.iterdir() if root.name.startswith(_ROOT) else ():
         if there.is_dir() and not (there / _KEEP).exists() and _is_dead(there):
             _remove(there)
 

@@ -116,3 +116,10 @@ def test_a_place_that_others_have_taken_is_refused(temporary, make):
     scratch._own = None
     with pytest.raises(ConfigError, match="set TMPDIR to another folder"):
         scratch.folder()
+
+
+def test_nothing_is_removed_from_another_folder(temporary):
+    """A folder without a lock counts as dead among ours only."""
+    (home := temporary / "home" / "one").mkdir(parents=True)
+    scratch._remove_dead(home.parent)
+    assert home.is_dir()
