@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo import liveness
-from asyncgrpo.weights.arena import Bucket, IsWritten, Layout, Place, Slot, Stream
+from asyncgrpo.weights.arena import Bucket, Digests, IsWritten, Layout, Place, Slot, Stream
 from asyncgrpo.weights.delta import LEAST_SAVING, Delta, Packed, Piece, State, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.wire import Message
@@ -293,6 +293,9 @@ class Sender:
         self._reports: dict[int, tuple[PartWritten, bytes]] = {}
         """Of the last write of each arena."""
         self._reported_s = -math.inf
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
+        self._digested: tuple[PartWritten, Future[Digests]] | None = None
+        """The digests by tensor that are being computed, beside the broadcast."""
         self._offer: Offer | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-sender", daemon=True)
@@ -319,6 +322,7 @@ class Sender:
             log.exception("the weights of this rank cannot be sent")
         finally:
             self._broadcaster.close()
+            self._hashing.shutdown(wait=False)
             self._client.close()
 
     def _handle(self, message: object) -> None:
@@ -331,7 +335,11 @@ class Sender:
 
     def _report_writes(self) -> None:
         """Report each complete write, and all again after a while, because a broken connection may have lost a report."""
-        if self._pending is None and not self._writes.empty():
+        if self._digested is not None and self._digested[1].done():
+            (report, digests), self._digested = self._digested, None
+            self._reports[report.slot] = report, digests.result().tobytes()
+            self._reported_s = -math.inf
+        if self._pending is None and self._digested is None and not self._writes.empty():
             self._pending = self._writes.get()
         if (write := self._pending) is not None and write.is_complete():
             self._pending, self._arenas[write.slot] = None, write.flat
@@ -341,11 +349,10 @@ class Sender:
                 writes=write.writes,
                 digest=self._stream.digest(write.flat),
             )
-            tensors = b""
+            self._reports[write.slot] = report, b""
             if self._layout is not None:
-                self._client.send(report)  # others wait for the digest
-                tensors = self._stream.tensor_digests(self._layout, write.flat).tobytes()
-            self._reports[write.slot] = report, tensors
+                digests = self._hashing.submit(self._stream.tensor_digests, self._layout, write.flat)
+                self._digested = report, digests
             self._reported_s = -math.inf
         if time.monotonic() - self._reported_s > liveness.SUSPECT_S:
             self._reported_s = time.monotonic()

@@ -108,7 +108,7 @@ class Publisher:
         """The learner's arenas. Its slots are shared with the learner's loop, under `_lock`."""
         self._elsewhere: dict[str, Place] = {}
         """Those of other machines."""
-        self._early: list[tuple[str, Member, Swapped, Buffer]] = []
+        self._early: list[tuple[str, Member, Swapped, Digests]] = []
         """Messages about the version whose digests are not known yet."""
         self._members: dict[str, Member] = {}
         self._missing: dict[str, Member] = {}
@@ -354,7 +354,7 @@ class Publisher:
         elif isinstance(message, Staged):
             self._staged(name, member.place, message)
         elif isinstance(message, Swapped):
-            self._swapped(name, member, message, payload)
+            self._swapped(name, member, message, self._digests(payload, 2))
         elif isinstance(message, Checked) and message.version in self._rounds:
             self._check.scored(message.version, name, message.scores)
         elif isinstance(message, SyncFailed):
@@ -430,9 +430,9 @@ class Publisher:
         self._preparing = None
         self._release(HASHING)
         early, self._early = self._early, []
-        for name, member, message, payload in early:
+        for name, member, message, tensors in early:
             if self._members.get(name) is member:
-                self._swapped(name, member, message, payload)
+                self._swapped(name, member, message, tensors)
 
     def _tensor_digests(self, flat: Tensor) -> Digests | None:
         return self._streams[0].tensor_digests(self._layout, flat) if self._proves else None
@@ -577,11 +577,11 @@ class Publisher:
         self._abandon(place)
         place.clear()
 
-    def _swapped(self, name: str, member: Member, message: Swapped, payload: Buffer) -> None:
+    def _swapped(self, name: str, member: Member, message: Swapped, tensors: Digests) -> None:
         round_ = self._rounds.get(message.version)
         is_known = not self._proves or message.version in self._tensors
         if round_ is not None and not (round_.digest and is_known):
-            self._early.append((name, member, message, payload))
+            self._early.append((name, member, message, tensors))
             return
         if message.version == member.offered:
             self._release(name, member.place)
@@ -605,7 +605,7 @@ class Publisher:
             member.offered = None
         round_.swapped[name] = message.checksum
         round_.ended_s = time.monotonic()
-        if wrong := self._wrong(message.version, payload):
+        if wrong := self._wrong(message.version, tensors):
             round_.differing.add(name)
             some = ", ".join(wrong[:MAX_NAMES])
             log.error("%s: %d tensors are not those of weights %s: %s", name, len(wrong), message.version, some)
@@ -613,22 +613,25 @@ class Publisher:
             if version <= message.version:
                 other.waits_for.discard(name)  # an older version will not be loaded any more
 
-    def _wrong(self, version: PolicyVersion, payload: Buffer) -> list[str]:
-        """Return the tensors that an engine holds, by the payload of its report, and that are not those of `version`."""
+    def _wrong(self, version: PolicyVersion, held: Digests) -> list[str]:
+        """Return the tensors that are not those of `version`.
+
+        Args:
+            held: [n, 2], index and digest of each tensor that an engine holds.
+        """
         if not self._proves:
             return []
-        held = self._digests(payload, 2)
         sent = self._tensors[version][held[:, 0]]
         return [self._layout.tensors[index].name for index in held[sent != held[:, 1], 0]]
 
     def _digests(self, payload: Buffer, columns: int) -> Digests:
         """Return the digests of a payload, [n, columns] uint64. Raises WireError: they are not of this layout."""
-        found, most = np.frombuffer(payload, np.uint8), len(self._layout.tensors)
-        if len(found) % (8 * columns):
-            raise WireError(f"{len(found)} bytes are not digests of tensors")
-        digests = found.view(np.uint64).reshape(-1, columns)
-        if (columns == 1 and len(digests) != most) or (columns == 2 and (digests[:, 0] >= most).any()):
-            raise WireError(f"these digests are not of {most} tensors")
+        count = len(self._layout.tensors)
+        if len(payload) % (8 * columns):
+            raise WireError(f"{len(payload)} bytes are not digests of tensors")
+        digests = np.frombuffer(payload, np.uint64).reshape(-1, columns)
+        if (len(digests) != count) if columns == 1 else (digests[:, 0] >= count).any():
+            raise WireError(f"these digests are not of {count} tensors")
         return digests
 
     def _find_losses(self, name: str, member: Member, heartbeat: Alive) -> None:

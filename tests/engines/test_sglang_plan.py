@@ -300,9 +300,12 @@ def test_copies_that_follow_each_other_are_one():
 def test_a_parameter_on_a_gpu_is_digested_beside_the_copies_of_others(monkeypatch):
     """With a fake of CUDA's streams: an event has what is written so far, and a digest is of the next checksum only."""
     model, held, given = Rank(0), Held(), weights()
-    parameters, waited, calls = state(model), list[Weights](), list[str]()
+    parameters, waited, calls, made = state(model), list[Weights](), list[str](), list[object]()
 
     class Stream:
+        def __init__(self) -> None:
+            made.append(self)
+
         def record_event(self) -> Weights:
             assert calls == ["enter"], "copies have a stream of their own"
             return {name: tensor.clone() for name, tensor in parameters.items()}
@@ -319,12 +322,15 @@ def test_a_parameter_on_a_gpu_is_digested_beside_the_copies_of_others(monkeypatc
     monkeypatch.setattr(proof_module, "ON_GPU", ("cpu",))
     held.plan(model, question(list(given.items())).removeprefix(PLAN))
     tensors = shared(given)
-    names = []
-    for name in Copies(held.parts, held.published).write(parameters, tensors.arenas, tensors.slot):
+    names, copies = [], Copies(held.parts, held.published)
+    for name in copies.write(parameters, tensors.arenas, tensors.slot):
         assert calls == ["enter", "exit"] and torch.equal(waited[-1][name], parameters[name])
         held.follow(name, parameters[name])
         names.append(name)
     assert names == ["qk", "norm", "head", "out"]
+    calls.clear()
+    assert list(copies.write(parameters, tensors.arenas, tensors.slot)) == names
+    assert len(made) == 1, "memory is kept for each stream"
     expected = Held()
     expected.plan(model, question(list(given.items())).removeprefix(PLAN))
     before = expected.checksum(model, ())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
-from asyncgrpo.errors import WeightsError
+from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, digest, lane
 from asyncgrpo.weights.arena import Arenas, Bucket, Place, SharedTensors, Slot, Stream
@@ -318,6 +318,22 @@ def test_tensors_that_an_engine_holds_otherwise_than_they_were_sent_are_named(ra
         assert ("a: 1 tensors are not those of weights 1.1: layer" in caplog.text) == bool(gaps)
 
 
+def test_a_broadcast_does_not_wait_for_the_digests_of_tensors(ranks, monkeypatch):
+    goes_on, digests = threading.Event(), Stream.tensor_digests
+
+    def late(*given: Any) -> arena.Digests:
+        assert goes_on.wait(30.0)
+        return digests(*given)
+
+    monkeypatch.setattr(Stream, "tensor_digests", late)
+    engine = ranks.add("a", machine="m")
+    ranks.arrives(ranks.publish(0), engine)
+    assert not ranks.publisher.reports() and not ranks.publisher.is_idle
+    goes_on.set()
+    wait_until(lambda: ranks.publisher.is_idle, "rest")
+    assert not ranks.publisher.reports()[0].gaps
+
+
 @needs_namespaces
 def test_each_link_of_a_machine_carries_its_part_of_the_weights():
     mb, count = 8, 2
@@ -363,3 +379,9 @@ def test_streams_that_miss_a_byte_are_refused():
     payload = torch.tensor([[0, 8], [9, SIZE]]).numpy().tobytes()
     with pytest.raises(ValueError, match="are not the whole"):
         _streams(message, payload, SIZE)
+
+
+@pytest.mark.parametrize(("columns", "numbers"), [(1, [1, 2, 3]), (2, [4, 1]), (2, [0, 1, 2]), (1, [])])
+def test_digests_that_are_not_of_these_tensors_are_refused(ranks, columns, numbers):
+    with pytest.raises(WireError, match="are not"):
+        ranks.publisher._digests(np.array(numbers, np.uint64).tobytes(), columns)

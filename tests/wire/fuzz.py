@@ -293,9 +293,10 @@ class Readers:
         self._read(self._mutators[3].of_bytes(self._rng.choice(self._sealed_only_by_us), b""))
 
     def _malformed(self, which: int, messages: list[Message]) -> Frames:
-        mutator = self._mutators[which]
+        mutator, message = self._mutators[which], self._rng.choice(messages)
+        payload = bytes(self._rng.randrange(40) if message.max_payload_bytes else 0)
         corrupt = mutator.sealed if self._rng.random() < 0.6 else mutator.of_bytes
-        return corrupt(self._rng.choice(messages), b"")
+        return corrupt(message, payload)
 
     def _read(self, frames: Frames) -> Message | None:
         try:

@@ -45,6 +45,8 @@ class Copies:
         self._scattered: dict[str, list[Part]] = {}
         """Columns of a tensor, or a transposed view."""
         self._runs: list[Run] = []
+        self._stream: Any = None
+        """Of all copies: torch's allocator keeps memory for each stream."""
         dtypes = {info.name: getattr(torch, info.dtype) for info in self._layout.tensors}
         found = []
         for part in parts:
@@ -71,7 +73,8 @@ class Copies:
         """
         flat, device = arenas.arena(self._layout, slot), next(iter(parameters.values())).device
         streams = torch.get_device_module(device)
-        copying, written = streams.Stream(), dict[str, Any]()
+        self._stream = copying = self._stream or streams.Stream()
+        written: dict[str, Any] = {}
         with streams.stream(copying):
             for start, end, dtype, parameter, offset in self._runs:
                 values = flat[start:end].view(dtype)
