@@ -226,11 +226,13 @@ def build_model(
         _narrow_frozen(scorer, reader, dtype, is_reference=not trainable)
     shards = [(module, ranks.experts["copies"]) for module in experts if ranks.experts]
     shards += [(module, ranks.mesh) for module in (*scorer.layers, scorer)]
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module, mesh in shards:  # inner ones first; the scorer is the last
-        fully_shard(
-            module, mesh=mesh, mp_policy=precision, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy()
-        )
+    offloading = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for (
+        module,
+        mesh,
+    ) in shards:  # inner ones first; the scorer is the last, and its inputs stay exact: a teacher's log-probs
+        precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=module is not scorer)
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
     for sharded in _sharded(scorer):
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
