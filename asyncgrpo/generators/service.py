@@ -335,14 +335,15 @@ class GeneratorService:
             await self._send_serving()
 
     async def _probe(self) -> None:
-        """Probe the engine periodically. Raises EngineError if it does not reply."""
+        """Probe the engine periodically. Raises EngineError if it does not reply; a swap has a deadline of its own."""
         while True:
             await asyncio.sleep(liveness.PROBE_EVERY_S)
             try:
                 async with asyncio.timeout(self.stuck_after_s):
                     await self.engine.probe()
             except TimeoutError as error:
-                raise EngineError(f"the engine has not replied for {self.stuck_after_s:.0f} s") from error
+                if not self._activities.is_active("weights"):
+                    raise EngineError(f"the engine has not replied for {self.stuck_after_s:.0f} s") from error
 
     async def _register(self) -> None:
         await self._client.send(

@@ -239,6 +239,21 @@ def test_a_load_has_the_time_of_a_copy_beside_the_deadline(monkeypatch):
             rig.generator._apply_weights(weights, PolicyVersion(1, 1))
 
 
+def test_an_engine_that_loads_for_longer_than_it_may_be_silent_is_left_to_the_deadline_of_the_load():
+    loaded = asyncio.Event()
+
+    async def load(*weights: object, keep_kv: bool) -> None:
+        await asyncio.sleep(40.0)
+        loaded.set()
+
+    with Rig() as rig:
+        rig.generator.engine.load_weights = load  # type: ignore[method-assign]
+        rig.generator.engine.probe = loaded.wait  # type: ignore[method-assign]
+        rig.loop.create_task(rig.generator._swap(SimpleNamespace(), PolicyVersion(1, 1)))  # type: ignore[arg-type]
+        rig.until(60.0)
+        assert not rig.task.done() and rig.of(Serving)[-1].version == PolicyVersion(1, 1)
+
+
 @pytest.mark.parametrize(("purpose", "tokens"), [("train", 4), ("eval", 0)])
 def test_a_cancelled_lease_ends_at_once_and_says_what_was_sampled_for_it(purpose, tokens):
     with Rig() as rig:
