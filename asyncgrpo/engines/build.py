@@ -90,7 +90,7 @@ def build_engine(config: Config, *, seed: int, images: Images | None = None) -> 
             prefix_cache=generators.prefix_cache,
             random_seed=seed,
             records_routes=config.model.routing_replay == "rollout",
-            extra=_beside_a_learner(config) | generators.extra,
+            extra=_beside_a_learner(config) | _recording(config) | generators.extra,
         )
         return SGLangEngine(options, images)
     if generators.engine == "torch":
@@ -131,3 +131,12 @@ def _beside_a_learner(config: Config) -> dict[str, Any]:
         "mem_fraction_static": SHARED_FRACTION,
         "chunked_prefill_size": SHARED_PREFILL,
     }
+
+
+def _recording(config: Config) -> dict[str, Any]:
+    """Return SGLang's arguments to record experts on a GPU; none if it does not.
+
+    By default a B200 chooses experts in the kernel that runs them, which records none. All routes would be expert 0.
+    """
+    is_recorded = config.model.routing_replay == "rollout" and config.generators.gpus_each
+    return {"moe_runner_backend": "triton"} if is_recorded else {}
