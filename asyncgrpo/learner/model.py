@@ -227,10 +227,8 @@ def build_model(
     shards = [(module, ranks.experts["copies"]) for module in experts if ranks.experts]
     shards += [(module, ranks.mesh) for module in (*scorer.layers, scorer)]
     offloading = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for (
-        module,
-        mesh,
-    ) in shards:  # inner ones first; the scorer is the last, and its inputs stay exact: a teacher's log-probs
+    for module, mesh in shards:  # inner ones first; the scorer is the last
+        # Its own inputs stay as they are: log-probs of a teacher are among them.
         precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=module is not scorer)
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
     for sharded in _sharded(scorer):
