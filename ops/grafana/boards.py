@@ -1076,7 +1076,7 @@ RATIO = Board(
         "At a glance": [
             number(
                 "Generator GPUs per learner GPU",
-                "As the run is, and as the work of both sides asks for (10 minutes). Processes count where there are no GPUs.",
+                "As the run is, and as the work of both sides asks for (an hour). Processes count where there are no GPUs.",
                 "Hint above actual: more generators; below: fewer, or a larger learner. At low saturation the hint is too high.",
                 "short",
                 {
@@ -1118,7 +1118,7 @@ RATIO = Board(
         "Balance": [
             Panel(
                 "Generator GPUs per learner GPU",
-                "As the run is, and as the work of both sides asks for, over 10 minutes.",
+                "As the run is, and as the work of both sides asks for, over an hour.",
                 "Move one GPU where the lines are far apart, then look at the learner's wait again.",
                 "short",
                 {
@@ -1128,12 +1128,12 @@ RATIO = Board(
             ),
             Panel(
                 "GPUs at work",
-                "Devices of each side times the share of their time at work, over 10 minutes.",
+                "Devices of each side times the share of their time at work, over an hour.",
                 "Far below the devices there are: that side waits for the other.",
                 "suffix: GPUs",
                 {
-                    "generators": "asyncgrpo:generator_gpus_busy:rate10m",
-                    "learner": "asyncgrpo:learner_gpus_busy:rate10m",
+                    "generators": "asyncgrpo:generator_gpus_busy:rate1h",
+                    "learner": "asyncgrpo:learner_gpus_busy:rate1h",
                     "{{role}} has": "sum by (role) (asyncgrpo_devices)",
                 },
             ),
