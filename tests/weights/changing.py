@@ -58,6 +58,12 @@ def as_bytes(tensors: Iterable[tuple[str, Tensor]], layout: Layout = LAYOUT) -> 
     return flat
 
 
+def checksum(flat: Tensor, layout: Layout = LAYOUT) -> Checksum:
+    """What an engine reports that holds these bytes, [layout.num_bytes] uint8."""
+    tensors = enumerate(Stream([(0, len(flat))]).tensor_digests(layout, flat).tolist())
+    return Checksum(add_digests([digest(flat)]), np.array([*tensors], np.uint64).tobytes())
+
+
 class Engine:
     """Holds a copy of what it was given at each version, byte for byte."""
 
@@ -74,10 +80,7 @@ class Engine:
     def apply(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> Checksum:
         self.may_go_on.wait(30.0)
         flat = self.held[version] = as_bytes(tensors, self.layout)
-        tensors = Stream([(0, len(flat))]).tensor_digests(self.layout, flat)
-        return Checksum(
-            add_digests([digest(flat)]), np.stack([np.arange(len(tensors), dtype=np.uint64), tensors], 1).tobytes()
-        )
+        return checksum(flat, self.layout)
 
 
 class Fleet(Plane):
