@@ -42,7 +42,7 @@ from asyncgrpo.control.client import (
     WriteCheckpoint,
 )
 from asyncgrpo.errors import CommandRefused, ConfigError
-from asyncgrpo.recording.advice import LOOK_S, MOST_GENERATORS, Advice, Adviser, Autopilot
+from asyncgrpo.recording.advice import LOOK_S, Advice, Adviser, Autopilot
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.supervision import Steer
 
@@ -99,7 +99,9 @@ class Steering:
         self._is_draining = False
         self._step = 0
         self._adviser = Adviser(events, config, gpus)
-        self._autopilot = Autopilot(*bounds(config)) if config.generators.autopilot else None
+        self._autopilot = (
+            Autopilot(config.generators.min, config.generators.most) if config.generators.autopilot else None
+        )
         self._advice: tuple[Advice, ...] = ()
         self._advised_s = clock()
         self._status = self._snapshot(())
@@ -236,11 +238,9 @@ class Steering:
 
     def _scale(self, count: int) -> str:
         generators, now = self.config.generators, self._fleet.wanted
-        least, most = bounds(self.config)
-        if not least <= count <= most:
-            raise CommandRefused(
-                f"{count} generators are outside generators.min ({generators.min}) and generators.max ({most})"
-            )
+        if not generators.min <= count <= generators.most:
+            allowed = f"generators.min ({generators.min}) and generators.max ({generators.most})"
+            raise CommandRefused(f"{count} generators are outside {allowed}")
         if self.config.cluster.share_gpu:
             raise CommandRefused("learner and generator share one GPU (cluster.share_gpu), so there is one generator")
         self._configure([f"generators.count={count}"])  # may raise, before anything has changed
@@ -286,7 +286,6 @@ class Steering:
     # -- status --------------------------------------------------------------------------------------------------------
 
     def _snapshot(self, others: Iterable[ProcessStatus]) -> Status:
-        least, most = bounds(self.config)
         core, fleet = self._core, self._fleet
         state: RunState = "starting"
         if self._is_draining:
@@ -306,8 +305,8 @@ class Steering:
             step=self._step,
             steps=self.steps,
             generators_wanted=fleet.wanted,
-            generators_min=least,
-            generators_max=most,
+            generators_min=self.config.generators.min,
+            generators_max=self.config.generators.most,
             settings={key: attrgetter(key)(self.config) for key in CHANGEABLE},
             processes=processes,
             waits_for=", ".join(starting) if state == "starting" else "",
@@ -318,12 +317,6 @@ class Steering:
         lineage = self._core.incarnation if self._core is not None else ""
         for name in ("buffer", *(f"learner-{rank}" for rank in range(self.config.learner.ranks))):
             yield self._watch.status(name, lineage)
-
-
-def bounds(config: Config) -> tuple[int, int]:
-    """Return the smallest and the largest number of generators of a run."""
-    generators = config.generators
-    return generators.min, generators.max or max(MOST_GENERATORS, generators.count)
 
 
 def in_words(command: Command) -> str:

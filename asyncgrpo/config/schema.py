@@ -269,6 +269,8 @@ class RewardConfig(Section, frozen=True):
         return tuple(spec for spec in self.functions if not spec.isidentifier())
 
 
+MOST_GENERATORS = 64
+"""Largest number of generators without `generators.max`, if there are not more."""
 OPENENV = "openenv:"
 """Prefix of `environment.name` for an OpenEnv server; its URL follows."""
 
@@ -523,6 +525,11 @@ class GeneratorConfig(Section, frozen=True):
     """Custom Ray resources of one generator, for placement on nodes."""
     restarts: NonNegativeInt = 10
     """Restarts per hour of one generator, or of buffer and learner, before the run fails."""
+
+    @property
+    def most(self) -> int:
+        """`max` as a number."""
+        return self.max or max(MOST_GENERATORS, self.count)
 
 
 class ParallelConfig(Section, frozen=True):

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from asyncgrpo import metrics
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.schema import MOST_GENERATORS, Config
 from asyncgrpo.recording.events import NEWEST_BYTES, Event, EventLog, Follower
 from asyncgrpo.recording.health import View, limit_of, problems_in, stops_tuning
 from asyncgrpo.recording.pace import EVENTS, FULL, HALF, UNLIMITED, Cores, Pace, pace_of, scoring_setting
@@ -53,8 +53,6 @@ ALMOST_ALL = limit_of("NoSignal")
 """Share of groups without signal above which the data is at fault: filtering would take twenty groups per trained one."""
 PUBLISHES = 0.2
 """Share of a step, or of the generators' time, above which publications are a bottleneck."""
-MOST_GENERATORS = 64
-"""Largest number of generators without `generators.max`."""
 
 
 def advise(
@@ -150,9 +148,8 @@ def _reward(pace: Pace, config: Config) -> Advice | None:
 
 def _more_generators(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     there = pace.generators
-    most = config.generators.max or MOST_GENERATORS
     limits = {
-        f"generators.max={most} allows": most - there,
+        f"generators.max={config.generators.most} allows": config.generators.most - there,
         "the free GPUs allow": free_gpus(config, gpus) // max(1, config.generators.gpus_each),
         "the free cores allow": pace.more_generators,
     }
@@ -416,8 +413,8 @@ class Autopilot:
     REST_S = 120.0
     RETRY_S = 3600.0
 
-    def __init__(self, fewest: int, most: int | None) -> None:
-        self._fewest, self._most = fewest, most or MOST_GENERATORS
+    def __init__(self, fewest: int, most: int) -> None:
+        self._fewest, self._most = fewest, most
         self._direction, self._looks = 0, 0
         self._changed_s = self._looked_s = float("-inf")
         self._shrunk_to: int | None = None

@@ -78,7 +78,7 @@ def asking(generators: int | None) -> tuple[Advice, ...]:
 class Flight:
     """An autopilot that is asked every 20 s, and the generators that it has made of one at first."""
 
-    def __init__(self, there: int, fewest: int = 1, most: int | None = 8) -> None:
+    def __init__(self, there: int, fewest: int = 1, most: int = 8) -> None:
         self.pilot, self.there, self.now_s = Autopilot(fewest, most), there, 0.0
 
     def looks(self, count: int, advice: tuple[Advice, ...]) -> list[int]:
@@ -107,7 +107,7 @@ def test_advice_that_changes_begins_anew():
     assert flight.looks(20, other) == [], "the most urgent counts"
     signal = (Advice(bottleneck="signal", sentence="", evidence="", gain=0.5),)
     assert Flight(1).looks(20, signal) == [] and Flight(1).looks(3, (*signal, *asking(4))) == [2], "but for signal"
-    for bound, wanted in ((Flight(3, most=3), 6), (Flight(2, fewest=2), 1), (Flight(64, most=None), 80)):
+    for bound, wanted in ((Flight(3, most=3), 6), (Flight(2, fewest=2), 1), (Flight(64, most=64), 80)):
         assert bound.looks(20, asking(wanted)) == [], "it stays within its bounds"
 
 
