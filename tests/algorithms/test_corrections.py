@@ -19,18 +19,14 @@ CASES = [
     )
     if action != "truncate" or low is None
 ]
+CASES += [("veto", {"low_ratio": 1e-4}), ("veto", {"low_ratio": 0.5, "high_ratio": 2.0})]
 CASES += [
-    ("veto", {"low_ratio": 1e-4}),
-    ("veto", {"low_ratio": 0.5, "high_ratio": 2.0}),
+    ("divergence", {"estimator": estimator, "level": level, "max_nats": nats})
+    for estimator in ("k2", "k3")
+    for level, nats in (("token", 0.01), ("token", 0.2), ("sequence", 0.1), ("sequence", 1.0))
 ]
-CASES += [("divergence", {"estimator": e, "level": "token", "max_nats": h}) for e in ("k2", "k3") for h in (0.01, 0.2)]
-CASES += [
-    ("divergence", {"estimator": e, "level": "sequence", "max_nats": h})
-    for e, h in itertools.product(("k2", "k3"), (0.1, 1.0))
-]
-CASES += [("opsm", {"max_nats": d}) for d in (1e-4, 0.5)] + [
-    ("m2po", {"max_mean_square": m}) for m in (0.04, 0.2, 1e-9, 1e9)
-]
+CASES += [("opsm", {"max_nats": nats}) for nats in (1e-4, 0.5)]
+CASES += [("m2po", {"max_mean_square": m}) for m in (0.04, 0.2, 1e-9, 1e9)]
 
 
 def ours(name: str, b, dtype=torch.float64, junk: float = math.nan, **parameters) -> Correction:

@@ -64,19 +64,10 @@ def test_the_table_has_a_row_for_each_file(asyncgrpo, files, caplog):
 
 def test_a_model_of_a_run_is_evaluated_as_the_run_does_unless_a_flag_says_otherwise(asyncgrpo, files, tmp_path):
     run, checkpoint = tmp_path, tmp_path / "checkpoints" / "step_000002" / "hf"
-    settings = [
-        "sampling.max_tokens=2",
-        "sampling.eval_completions=4",
-        "sampling.eval_temperature=1",
-        "reward.success=-1",
-    ]
+    settings = ["sampling.max_tokens=2", "sampling.eval_completions=4", "sampling.eval_temperature=1"]
     settings += [f"reward.function={files / 'reward.py'}", "reward.weights=[0.5]", "reward.code.unsafe=true"]
-    settings += [
-        "data.system_prompt='say \\${x}'",
-        "data.max_prompt_tokens=90",
-        "data.eval_rows=1",
-        "data.eval=t.jsonl",
-    ]
+    settings += ["reward.success=-1", "data.system_prompt='say \\${x}'", "data.max_prompt_tokens=90"]
+    settings += ["data.eval_rows=1", "data.eval=t.jsonl"]
     config = load_config(None, [f"model.path={files / 'model'}", "data.train=t.jsonl", "run.steps=7", *settings])
     (run / "config.yaml").write_text(to_yaml(config))
     shutil.copytree(files / "model", run / "final")
@@ -85,10 +76,7 @@ def test_a_model_of_a_run_is_evaluated_as_the_run_does_unless_a_flag_says_otherw
     (run / "metrics.jsonl").touch()
     for folder in (run / "final", checkpoint):
         found = settings_of(folder)
-        assert (
-            found["data.system_prompt"] == config.data.system_prompt == "say ${x}"
-            and found["sampling"] == config.sampling
-        )
+        assert found["data.system_prompt"] == "say ${x}" and found["sampling"] == config.sampling
         assert not found["reward"].code.unsafe, "which needs its flag each time"
         assert not [key for key in found if key.startswith(("model", "run", "data.eval"))]
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from asyncgrpo import __version__, cli
 from asyncgrpo.cli import train
 from asyncgrpo.cli.running import Output
-from asyncgrpo.errors import DataError
 from tests.runs import command as command_line
 
 
@@ -58,30 +57,18 @@ def test_a_usage_error_is_one_sentence_and_code_2_and_a_value_that_cannot_be_cod
         assert (ended.code, ended.out) == (2, "") and "Commands:" in ended.err
 
 
-class TestEnds:
-    def raising(self, monkeypatch, error: BaseException) -> None:
-        app = typer.Typer(pretty_exceptions_enable=False)
+def test_ctrl_c_is_130_and_a_mistake_of_ours_keeps_its_traceback(monkeypatch, asyncgrpo):
+    app, error = typer.Typer(pretty_exceptions_enable=False), KeyboardInterrupt()
 
-        @app.command()
-        def command() -> None:
-            raise error
+    @app.command()
+    def command() -> None:
+        raise error
 
-        monkeypatch.setattr(cli, "app", app)
-
-    def test_a_mistake_of_the_user_is_one_sentence_and_code_1(self, monkeypatch, asyncgrpo):
-        self.raising(monkeypatch, DataError("the file is empty"))
-        ended = asyncgrpo()
-        assert (ended.code, ended.err, ended.out) == (1, "error: the file is empty\n", "")
-
-    def test_ctrl_c_is_130(self, monkeypatch, asyncgrpo):
-        self.raising(monkeypatch, KeyboardInterrupt())
-        assert asyncgrpo().code == 130
-
-    def test_a_mistake_of_ours_keeps_its_traceback(self, monkeypatch):
-        self.raising(monkeypatch, ZeroDivisionError("ours"))
-        monkeypatch.setattr(sys, "argv", ["asyncgrpo"])
-        with pytest.raises(ZeroDivisionError):
-            cli.main()
+    monkeypatch.setattr(cli, "app", app)
+    assert asyncgrpo().code == 130
+    error = ZeroDivisionError("ours")
+    with pytest.raises(ZeroDivisionError):
+        asyncgrpo()
 
 
 def test_output_on_a_full_disk_is_an_error_in_one_sentence():

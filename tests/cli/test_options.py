@@ -45,18 +45,12 @@ def test_of_steps_and_epochs_the_one_given_alone_is_the_end():
     assert load_config("cluster_64gpu", train_overrides(epochs=2)).run.steps is None
 
 
-@pytest.mark.parametrize(
-    ("n_gpus", "gpus_each", "split"),
-    [(2, 1, (1, 1)), (3, 1, (2, 1)), (8, 2, (2, 4)), (5, 4, (1, 1)), (12, 4, (1, 8))],
-)
-def test_gpus_are_split_by_the_rule(n_gpus, gpus_each, split):
-    assert split_gpus(n_gpus, gpus_each) == split
-
-
-@pytest.mark.parametrize(("n_gpus", "gpus_each", "why"), [(1, 1, "is too few to split"), (4, 4, "cannot hold")])
-def test_a_split_that_leaves_one_side_without_is_refused(n_gpus, gpus_each, why):
-    with pytest.raises(ConfigError, match=why):
-        split_gpus(n_gpus, gpus_each)
+def test_gpus_are_split_by_the_rule_and_one_that_leaves_a_side_without_is_refused():
+    splits = {(2, 1): (1, 1), (3, 1): (2, 1), (8, 2): (2, 4), (5, 4): (1, 1), (12, 4): (1, 8)}
+    assert {given: split_gpus(*given) for given in splits} == splits
+    for given, why in (((1, 1), "is too few to split"), ((4, 4), "cannot hold")):
+        with pytest.raises(ConfigError, match=why):
+            split_gpus(*given)
 
 
 def placed(path: str | None, n_gpus: int, *explicit: str) -> Config:

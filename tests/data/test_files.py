@@ -88,15 +88,9 @@ def test_parquet_values_become_what_json_can_hold(tmp_path):
     pq.write_table(table, tmp_path / "rows.parquet")
     (row,) = read_rows(str(tmp_path / "rows.parquet"))
     assert json.loads(json.dumps(row)) == {
-        "vector": [1, 2],
-        "nested": {"values": [1.5]},
-        "map": {"key": 1},
-        "day": "2026-01-02",
-        "price": 1.25,
-        "text": "abc",
-        "blob": "//4=",
-        "none": None,
-    }
+        "vector": [1, 2], "nested": {"values": [1.5]}, "map": {"key": 1}, "day": "2026-01-02", "price": 1.25,
+        "text": "abc", "blob": "//4=", "none": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -105,11 +99,7 @@ def test_parquet_values_become_what_json_can_hold(tmp_path):
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": }\n', ", line 2: Expecting value"),
         ("a.jsonl", '{"prompt": "a"}\n[1]\n', ", line 2: expected a JSON object, got a list"),
         ("a.json", '{"prompt": "a"}\n{"prompt": "b"}', "name the file .jsonl"),
-        (
-            "a.jsonl",
-            '[\n {"prompt": "a"}\n]',
-            "line 2 column 1 (char 2) (one list of objects? then name the",
-        ),
+        ("a.jsonl", '[\n {"prompt": "a"}\n]', "line 2 column 1 (char 2) (one list of objects? then name the"),
         ("a.json", '{"rows": []}', 'expected a list of objects or {"data": [...]}'),
         ("a.json", "[]", "holds no rows"),
         ("a.jsonl", b'{"prompt": "\xff"}', "line 1: it is not UTF-8 text: 'utf-8' codec can't decode byte 0xff"),

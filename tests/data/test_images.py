@@ -39,13 +39,8 @@ def settings(tmp_path, model, *more):
 
 def verl(images, text="<image>?"):
     """A row as verl's geo3k has it."""
-    return {
-        "data_source": "hiyouga/geometry3k",
-        "prompt": [{"role": "user", "content": text}],
-        "images": images,
-        "reward_model": {"style": "rule", "ground_truth": "3"},
-        "extra_info": {"index": 0},
-    }
+    row = {"data_source": "hiyouga/geometry3k", "prompt": [{"role": "user", "content": text}], "images": images}
+    return row | {"reward_model": {"style": "rule", "ground_truth": "3"}, "extra_info": {"index": 0}}
 
 
 def of_bytes(content):

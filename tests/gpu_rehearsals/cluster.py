@@ -107,12 +107,7 @@ class Cluster:
         """Start Ray on a node, the head on node 1. `resources` is JSON."""
         where = ["--address", self.ray_address]
         if number == 1:
-            where = [
-                *["--head", "--include-dashboard", "false", "--port"],
-                str(PORT),
-                "--temp-dir",
-                f"{self._folder}/ray",
-            ]
+            where = ["--head", "--include-dashboard", "false", "--port", str(PORT), "--temp-dir", f"{self._folder}/ray"]
         # With --block, so that what it starts is ours to end.
         self.start(
             number,

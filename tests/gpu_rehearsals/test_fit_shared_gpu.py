@@ -16,16 +16,8 @@ from benchmarks.memory_table import PUBLISHED
 @pytest.fixture
 def shared(tmp_path) -> Config:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen2.5-3B"]))
-    config = load_config(
-        None,
-        [
-            f"model.path={tmp_path}",
-            "data.train=d",
-            "learner.device=cuda",
-            "model.lora.rank=32",
-            "cluster.gpu_memory_gb=24",
-        ],
-    )
+    settings = [f"model.path={tmp_path}", "data.train=d", "learner.device=cuda", "model.lora.rank=32"]
+    config = load_config(None, [*settings, "cluster.gpu_memory_gb=24"])
     chosen = share_one_gpu(size_at(str(tmp_path)), config, Card.of(config))
     return changed(config, chosen | {"cluster.share_gpu": True})
 

@@ -79,13 +79,9 @@ def test_context_divides_the_activations_of_a_long_row(tmp_path, monkeypatch, sm
         return [make_group(0, [1.0, 0.0], [np.arange(tokens) % 200, [1]])]
 
     def peak(context: int, tokens: int) -> int:
-        learner_settings = {
-            "ranks": 4,
-            "tokens_per_microbatch": (length + 8) // context,
-            "parallel": {"context": context},
-        }
-        learner_settings |= {"activation_checkpointing": recompute}
-        run = config(path, learner=learner_settings, sampling={"max_tokens": length})
+        ours = {"ranks": 4, "tokens_per_microbatch": (length + 8) // context, "parallel": {"context": context}}
+        ours |= {"activation_checkpointing": recompute}
+        run = config(path, learner=ours, sampling={"max_tokens": length})
         with fake_ranks(4):
             learner = Learner(run, rank=0, world=4, device="cpu")
             learner.step(groups(8), VERSION)  # makes the moments

@@ -100,9 +100,8 @@ def with_teacher(groups: list[Group], *, top_k: int, vocab: int = 260, seed: int
     for group in groups:
         for index, rollout in enumerate(group.rollouts):
             length = len(rollout.completion.token_ids)
-            ids = np.array([rng.choice(vocab, top_k, replace=False) for _ in range(length)], np.int32).reshape(
-                -1, top_k
-            )
+            ids = np.array([rng.choice(vocab, top_k, replace=False) for _ in range(length)], np.int32)
+            ids = ids.reshape(-1, top_k)
             values = np.log(rng.dirichlet(np.ones(top_k + 1), length)[:, :top_k]).astype(np.float32)
             sampled = rng.normal(-5.5, 0.5, length).astype(np.float32)
             group = changed(group, index, teacher=TeacherLogprobs(sampled, ids, values))
@@ -133,20 +132,13 @@ def load(path) -> torch.nn.Module:
 
 def with_true_logprobs(path, groups: list[Group], *, temperature: float = 1.0) -> list[Group]:
     """The same groups as the model of `path` would have sampled them."""
-    model = load(path)
-    return [
-        make_group(
-            group.prompt_index,
-            [r.score.value for r in group.rollouts],
-            [r.completion.token_ids for r in group.rollouts],
-            prompt=group.prompt.token_ids,
-            logprobs=[
-                plain_logprobs(model, group.prompt.token_ids, r.completion.token_ids, temperature=temperature)
-                for r in group.rollouts
-            ],
-        )
-        for group in groups
-    ]
+    model, made = load(path), []
+    for group in groups:
+        for index, tokens in enumerate(rollout.completion.token_ids for rollout in group.rollouts):
+            exact = plain_logprobs(model, group.prompt.token_ids, tokens, temperature=temperature)
+            group = changed(group, index, logprobs=exact, spans=(VersionSpan(VERSION, 0, len(tokens)),))
+        made.append(group)
+    return made
 
 
 def weights(learner) -> dict[str, torch.Tensor]:

@@ -26,6 +26,7 @@ from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3
 
 GROUPS, MORE = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
 CRITIC = {"algorithm": {"advantage": "gae"}, "learner": {"lr": 1e-3}}
+SPIKES = {"spike_factor": 1.001, "grad_clip": 1e-6, "warmup_steps": 10}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -41,11 +42,7 @@ RESUMES = {
     "lora": (make_tiny_qwen3, {"model": {"lora": {"rank": 4}}}, [GROUPS]),
     "the offloaded optimizer": (make_tiny_qwen3, {"learner": {"offload_optimizer": True}}, [GROUPS]),
     "shuffled minibatches": (make_tiny_qwen3, {"learner": {"minibatches": 3, "ppo_epochs": 3}}, [GROUPS]),
-    "usual gradients": (
-        make_tiny_qwen3,
-        {"learner": {"spike_factor": 1.001, "grad_clip": 1e-6, "warmup_steps": 10}},
-        [GROUPS, MORE, GROUPS],
-    ),
+    "usual gradients": (make_tiny_qwen3, {"learner": SPIKES}, [GROUPS, MORE, GROUPS]),
     "experts balanced by a loss": (make_tiny_qwen3_moe, {"algorithm": {"router_aux_coef": 0.5}}, [GROUPS]),
     "experts balanced by biases": (make_tiny_deepseek_v3, {"algorithm": {"router_bias_rate": 0.01}}, [GROUPS]),
 }

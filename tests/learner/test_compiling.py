@@ -68,13 +68,8 @@ def layers(weights: int) -> list[nn.Module]:
     ],
 )
 def test_it_pays_where_the_run_is_long_and_the_model_large_enough(expected, weights, vocabulary, steps, changed):
-    sections = {
-        "run": {"steps": steps},
-        "buffer": {"prompts_per_step": 8},
-        "algorithm": {"group_size": 8},
-        "sampling": {"max_tokens": 1024},
-    }
-    settings = config("m", **sections | changed)
+    sections = {"run": {"steps": steps}, "buffer": {"prompts_per_step": 8}, "algorithm": {"group_size": 8}}
+    settings = config("m", **sections | {"sampling": {"max_tokens": 1024}} | changed)
     device = torch.device(settings.learner.device)
     assert compiling_pays(settings, layers(weights), vocabulary, device) == expected
 

@@ -22,14 +22,8 @@ from tests.learner.helpers import OLDER, VERSION, make_group
 
 LENGTHS = ((5, 2, 1), (1, 1, 1), (3, 4))
 LIKELY = -0.5
-GAPS = {
-    "none": (0.0,),
-    "+50": (50.0,),
-    "-50": (-50.0,),
-    "+700": (700.0,),
-    "-700": (-700.0,),
-    "both": (50.0, -700.0, 700.0, 0.0, -50.0),
-}
+GAPS = {"none": (0.0,), "+50": (50.0,), "-50": (-50.0,), "+700": (700.0,), "-700": (-700.0,)}
+GAPS |= {"both": (50.0, -700.0, 700.0, 0.0, -50.0)}
 """log π - log μ of the tokens, in turn."""
 REWARDS = {"zero": (0.0, 0.0, 0.0), "one": (1.0, 0.0, 0.0), "tiny": (1e-300, 0.0, 0.0), "huge": (1e6, -1e6, 0.0)}
 LARGEST_WEIGHT = math.exp(20)
@@ -72,16 +66,9 @@ def one_step(
 ) -> tuple[torch.Tensor, StepReport]:
     """LossGradients of all tokens, and the report; the step began with the behaviour policy's weights."""
     settings = config.algorithm
-    step: StepBatch = pack(
-        made_groups(gaps, rewards, **others),
-        VERSION,
-        rank=0,
-        world=1,
-        tokens_per_microbatch=1000,
-        advantage=settings.advantage,
-        group_size=3,
-        shaping=Shaping(settings.truncated, 8, settings.overlong_buffer, settings.overlong_factor),
-    )
+    shaping = Shaping(settings.truncated, 8, settings.overlong_buffer, settings.overlong_factor)
+    options = {"advantage": settings.advantage, "group_size": 3, "shaping": shaping, "tokens_per_microbatch": 1000}
+    step: StepBatch = pack(made_groups(gaps, rewards, **others), VERSION, rank=0, world=1, **options)
     if settings.advantage == "remax":
         baseline = torch.zeros_like(step.rollouts.rewards)
         advantages = step.rollouts._replace(baseline_rewards=baseline).advantages("remax")

@@ -10,17 +10,9 @@ from asyncgrpo.wire.rollouts import Batch, EvalResult, LastEvals, NoMore, Snapsh
 
 AT = PolicyVersion(1, 3)
 RESULT = EvalResult(
-    step=3,
-    prompts=1,
-    completions=1,
-    oldest=AT,
-    newest=AT,
-    failures={},
-    completion_length_mean=1.0,
-    numbers={"reward": (1.0, None, None)},
-    parts={},
-    seconds=1.0,
-)
+    step=3, prompts=1, completions=1, oldest=AT, newest=AT, failures={}, completion_length_mean=1.0, parts={},
+    numbers={"reward": (1.0, None, None)}, seconds=1.0,
+)  # fmt: skip
 
 
 class Line:

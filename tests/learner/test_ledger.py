@@ -179,14 +179,11 @@ def test_a_step_tells_the_figures_of_its_batch_and_a_checkpoint_keeps_none_of_th
     first = recorder()
     now = {"now_max_lag": 4.0, "now_slots": 40.0, "now_wanted": 20.0, "now_under_way": 19.0, "now_ready_seconds": 1.5}
     now |= {"now_in_touch": 2.0, "now_places": 64.0, "now_in_flight": 12.25, "now_generate": 3.5, "now_reward": 0.5}
-    counters = {**Tokens().counters(), **now}
+    counters = Tokens().counters() | now
     write_step(first, 1, counters)
     assert not [name for name in first.last(counters) if name.startswith("now_")]
-    write_step(
-        first,
-        2,
-        Tokens().counters() | {"now_max_lag": 4.0, "now_slots": 40.0, "now_wanted": 40.0, "now_under_way": 40.0},
-    )
+    now = {"now_max_lag": 4.0, "now_slots": 40.0, "now_wanted": 40.0, "now_under_way": 40.0}
+    write_step(first, 2, Tokens().counters() | now)
     one, two = read_events(tmp_path / "metrics.jsonl")
     assert (one["max_lag"], one["slots"], one["wanted"], one["under_way"], one["ready_seconds"]) == (4, 40, 20, 19, 1.5)
     assert one["generators"] == {"in_touch": 2.0, "places": 64.0, "in_flight": 12.25, "generate": 3.5, "reward": 0.5}

@@ -28,58 +28,29 @@ from asyncgrpo.learner.model import check_language_model, choose_kernel, load_la
 from tests.learner.helpers import assert_same_gradient, config, learner, random_groups, step_and_gradient
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 60,
-}
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 60}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_a_sliding_window_is_refused_only_where_it_would_be_felt(tmp_path):
     MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24)).save_pretrained(tmp_path)
     load_language_model(str(tmp_path), longest=24)
-    with pytest.raises(
-        ConfigError, match=r"attends to 24 tokens in some layers, but prompt and completion may have 25"
-    ):
+    with pytest.raises(ConfigError, match=r"attends to 24 tokens in some layers, but .* may have 25"):
         load_language_model(str(tmp_path), longest=25)
 
 
 SOFT = {"head_dim": 8, "sliding_window": 4096}
-STACKS = {
-    "hidden_size": 32,
-    "intermediate_size": 16,
-    "num_layers_per_stack": 1,
-    "num_attention_heads": 2,
-    "head_dim": 16,
-}
+STACKS = {"hidden_size": 32, "intermediate_size": 16, "num_layers_per_stack": 1, "num_attention_heads": 2}
 REFUSED = {
-    "attention of its own": (
-        BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=60),
-        "is a bloom, whose attention transformers does not let the learner replace",
-    ),
+    "own attention": (BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=60), "is a bloom, whose attention"),
     "soft attention": (Gemma2Config(**SHAPE, **SOFT), "is a gemma2, whose attention the learner does not support"),
-    "soft logits": (
-        Gemma2Config(**SHAPE, **SOFT, attn_logit_softcapping=None),
-        "sets final_logit_softcapping, which the learner's log-probs do not apply",
-    ),
+    "soft logits": (Gemma2Config(**SHAPE, **SOFT, attn_logit_softcapping=None), "sets final_logit_softcapping, which"),
     "a head with a bias": (PhiConfig(**SHAPE), "has a head with a bias, which the learner does not support"),
     "sinks": (GptOssConfig(num_hidden_layers=2), "is a gpt_oss, whose attention sinks the learner does not support"),
-    "linear attention": (
-        Qwen3NextConfig(num_hidden_layers=4),
-        "has layers of linear_attention, in which packed completions would not be separate",
-    ),
-    "recurrence": (
-        RecurrentGemmaConfig(**SHAPE, lru_width=32),
-        "has layers of recurrence, in which packed completions would not be separate",
-    ),
-    "other names on disk": (
-        HrmTextConfig(**STACKS, vocab_size=40),
-        "is a hrm_text, which can be trained but not published: .*gqkv_proj.* on disk is made of .* in memory",
-    ),
+    "linear attention": (Qwen3NextConfig(num_hidden_layers=4), "has layers of linear_attention, in which packed"),
+    "recurrence": (RecurrentGemmaConfig(**SHAPE, lru_width=32), "has layers of recurrence, in which packed"),
+    "names on disk": (HrmTextConfig(**STACKS, head_dim=16, vocab_size=40), "is a hrm_text, .*gqkv_proj.* on disk"),
 }
 
 
@@ -87,18 +58,14 @@ REFUSED = {
 def test_a_model_that_the_learner_would_get_wrong_is_refused_in_one_sentence(tmp_path, case):
     settings, message = REFUSED[case]
     settings.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^model.path \({tmp_path}\) {message}$"):
+    with pytest.raises(ConfigError, match=rf"^model.path \({tmp_path}\) {message}[^\n]*$"):
         check_language_model(str(tmp_path), config(tmp_path, learner={"parallel": {"expert": 2}}))
 
 
 UNFIT = [
     (make_tiny_qwen3, {"model": {"routing_replay": "rollout"}}, "has no experts to choose from"),
     (make_tiny_qwen3, {"learner": {"ranks": 6, "parallel": {"expert": 2}}}, "is a qwen3, which has no experts"),
-    (
-        make_tiny_qwen3_moe,
-        {"learner": {"ranks": 6, "parallel": {"expert": 3}}},
-        "expert is 3, .* not divide the 5 experts",
-    ),
+    (make_tiny_qwen3_moe, {"learner": {"ranks": 6, "parallel": {"expert": 3}}}, "expert is 3, .* the 5 experts"),
     (make_tiny_qwen3, {"learner": {"ranks": 6, "parallel": {"context": 3}}}, "context is 3, .* the 4 attention heads"),
     (make_tiny_deepseek_v3, {"algorithm": {"router_aux_coef": 0.1}}, "aux_coef is 0.1, but .* no router_aux_loss_coef"),
     (make_tiny_qwen3_moe, {"algorithm": {"router_bias_rate": 0.1}}, "bias_rate is 0.1, but .* e_score_correction_bias"),
@@ -164,10 +131,9 @@ def test_activations_are_recomputed_only_on_a_gpu_that_cannot_hold_them(path, mo
         assert learner(path, learner={"activation_checkpointing": wish}).model.layers[0].training == wish
 
 
+OPT = {"hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 260}
 NOISY = {
-    "opt": OPTConfig(
-        hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=260, dropout=0.5
-    ),
+    "opt": OPTConfig(**OPT, dropout=0.5),
     "phimoe": PhimoeConfig(**SHAPE | {"vocab_size": 260}, num_local_experts=4, router_jitter_noise=0.2),
 }
 

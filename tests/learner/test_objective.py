@@ -118,11 +118,8 @@ def test_gradients_of_every_family_by_every_kernel_are_those_of_one_answer_at_a_
 MINIBATCHES = {
     "ppo_clip": {"loss_args": {"clip_low": 0.02, "clip_high": 0.02}},
     "behaviour": {"anchor": "behaviour", "corrections": ()},
-    "sequences": {
-        "loss": "gspo",
-        "loss_args": {"clip_low": 0.01, "clip_high": 0.01},
-        "aggregation": "seq-mean-token-mean",
-    },
+    "sequences": {"loss": "gspo", "loss_args": {"clip_low": 0.01, "clip_high": 0.01}}
+    | {"aggregation": "seq-mean-token-mean"},
     "kl": {"kl_coef": 0.3, "entropy_coef": 0.1},
     "kl in the reward": {"kl_coef": 0.3, "kl_in": "reward", "kl_kind": "k1"},
     "m2po": {"corrections": ({"kind": "m2po", "max_mean_square": 0.04},)},

@@ -7,12 +7,8 @@ from asyncgrpo.learner.record import ENOUGH, LITTLE, WINDOW, TrainingWatch
 
 
 def step(share: float) -> dict:
-    return {
-        "event": "step",
-        "zero_signal_groups": round(100 * (1 - share)),
-        "lags": {"0": 60, "1": 40},
-        "reward_mean": 0.99,
-    }
+    without = round(100 * (1 - share))
+    return {"event": "step", "zero_signal_groups": without, "lags": {"0": 60, "1": 40}, "reward_mean": 0.99}
 
 
 def evaluation(step: int, reward: float | None, chance: float = 0.0) -> dict:

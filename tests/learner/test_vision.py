@@ -105,11 +105,8 @@ def test_rows_with_images_are_those_of_plain_transformers(tmp_path, family):
         assert len(runs) == sum(len(batch.pictured) for batch in step.trained)
         if (share, budget) == (True, 4096):
             assert len(runs) == 2, "once for each prompt with images"
-        found = {
-            name.removeprefix("language_model."): p.grad.full_tensor()
-            for name, p in learner.model.named_parameters()
-            if p.grad is not None
-        }
+        named = {name.removeprefix("language_model."): p for name, p in learner.model.named_parameters()}
+        found = {name: p.grad.full_tensor() for name, p in named.items() if p.grad is not None}
         assert found.keys() == gradient.keys()
         for name, one in found.items():
             assert (one - gradient[name]).norm() <= 1e-5 * gradient[name].norm(), name

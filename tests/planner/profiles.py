@@ -7,12 +7,8 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, Lengths, Profile
 
 SAME = Lengths(groups=((100.0,) * 4,))
-
-
-SIZES = {
-    "buffer.prompts_per_step": 8, "algorithm.group_size": 4, "generators.groups_in_flight": 4, "generators.count": 2,
-    "learner.ranks": 2,
-}  # fmt: skip
+SIZES = ("buffer.prompts_per_step=8", "algorithm.group_size=4", "generators.groups_in_flight=4")
+SIZES += ("generators.count=2", "learner.ranks=2")
 
 
 def profile(*settings: str, **changes: object) -> Profile:
@@ -21,11 +17,10 @@ def profile(*settings: str, **changes: object) -> Profile:
     Args:
         settings: further ones of its configuration.
     """
-    sizes = (f"{key}={value}" for key, value in SIZES.items())
     made = Profile(
         source="test",
         hardware="none",
-        config=load_config(None, ["model.path=m", "data.train=t", *sizes, *settings]),
+        config=load_config(None, ["model.path=m", "data.train=t", *SIZES, *settings]),
         lengths=SAME,
         decode=DecodeCurve(base_s=0.02, each_s=0.001),
         learner=LearnerTimes(base_s=1.0, each_s=0.001),

@@ -139,29 +139,14 @@ class Scheduled:
         self._generators = [self._generator(index) for index in range(split.generators)]
         self._lines["learner"] = line = LearnerLine(self._loop, lambda m, p: self._to_buffer("learner", m, p))
         closed = SimpleNamespace(close=lambda: None)
-        trainer = SimpleNamespace(
+        trainer: Any = SimpleNamespace(
             steps=0, step=self.step, snapshot=closed, check=SimpleNamespace(score=list), export=lambda *_: None
         )
-        publisher = SimpleNamespace(
-            offer=self.offer,
-            wait_for=self.wait_for,
-            expect=lambda *_: None,
-            reports=list,
-            is_idle=True,
-            close=lambda: None,
-        )
-        self._learner = LearnerService(
-            config,
-            trainer,  # type: ignore[arg-type]
-            Team(0, 1),
-            Inbox(line, 300.0, self._loop.time),  # type: ignore[arg-type]
-            publisher,  # type: ignore[arg-type]
-            Silent(),  # type: ignore[arg-type]
-            lineage=1,
-            run_dir=Path("nowhere"),
-            start_with=split.generators,
-            last_step=self._steps,
-        )
+        publisher: Any = SimpleNamespace(expect=lambda *_: None, reports=list, is_idle=True, close=closed.close)
+        publisher.offer, publisher.wait_for = self.offer, self.wait_for
+        inbox: Any = Inbox(line, 300.0, self._loop.time)
+        about = {"lineage": 1, "run_dir": Path("nowhere"), "start_with": split.generators, "last_step": self._steps}
+        self._learner = LearnerService(config, trainer, Team(0, 1), inbox, publisher, Silent(), **about)
         no_checkpoints = SimpleNamespace(latest=lambda: None, begin=lambda state, fill: lambda: Path("none"))
         self._learner._checkpoints = no_checkpoints  # type: ignore[assignment]
         self._tick()
