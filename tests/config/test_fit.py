@@ -302,6 +302,5 @@ def test_weights_that_shared_memory_cannot_hold_are_refused():
 
 
 def test_the_page_has_the_tables_of_today():
-    assert memory_table.tables() in memory_table.PAGE.read_text(encoding="utf-8"), (
-        "python -m benchmarks.memory_table --write"
-    )
+    page = memory_table.PAGE.read_text(encoding="utf-8")
+    assert memory_table.tables() in page, "python -m benchmarks.memory_table --write"

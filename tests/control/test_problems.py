@@ -75,9 +75,7 @@ def test_a_run_that_starts_waits_without_a_problem_for_ten_minutes():
     assert names([*start, stall], status(state="training")) == ["Waiting"]
     start[0]["time"] = NOW - 700
     assert names([*start, stall], status(state="starting")) == ["NoProgress"]
-    assert names(events(last=NOW - 700), status(state="starting", started=NOW - 100)) == [], (
-        "it was killed, and resumes"
-    )
+    assert names(events(last=NOW - 700), status(state="starting", started=NOW - 100)) == [], "it was killed before"
 
 
 def test_a_run_that_saves_nothing_is_told():

@@ -135,9 +135,8 @@ def test_a_root_may_be_multiplied_and_added_to_others_and_a_head_be_frozen():
 def test_no_tokens_are_no_gradient(full_kl):
     hidden, weight, targets, reference = inputs(torch.float32, tokens=0)
     objective = Objective(entropy=True, full_kl=full_kl)
-    root, scores = fused_loss(
-        hidden, weight, targets, objective, temperature=1.0, reference=reference if full_kl else None
-    )
+    options = {"temperature": 1.0, "reference": reference if full_kl else None}
+    root, scores = fused_loss(hidden, weight, targets, objective, **options)
     root.backward()
     assert scores.logprobs.shape == scores.entropy.shape == (0,) and hidden.grad.shape == (0, WIDTH)
     assert (weight.grad == 0).all()

@@ -129,10 +129,7 @@ def test_rows_are_read_and_no_others(folder):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
-            "the files have lm_head.weight, and",
-        ),
+        (lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}, "the files have lm_head.weight"),
         (lambda t: {n.removeprefix("model."): x for n, x in t.items()}, "the files have no model.embed_tokens.weight"),
         (None, "no readable model.safetensors"),
     ],

@@ -11,6 +11,7 @@ from asyncgrpo.learner.routing import Routers
 from asyncgrpo.types import Completion, KeptTokens, Observation, PolicyVersion, VersionSpan
 from tests.learner.helpers import (
     VERSION,
+    changed,
     learner,
     load,
     make_group,
@@ -82,9 +83,7 @@ def as_sampled(path, groups, *, observe: bool = False):
     model = load(path)
     routers, made = Routers(model), []
     for group in groups:
-        rollouts = []
-        for rollout in group.rollouts:
-            completion = rollout.completion
+        for index, completion in enumerate(rollout.completion for rollout in group.rollouts):
             if observe and len(completion.token_ids) > 2:
                 completion = replace(completion, observations=(Observation(2, np.array([7, 8, 9], np.int32)),))
             tokens = torch.tensor([[*group.prompt.token_ids, *completion.all_token_ids]])
@@ -95,18 +94,19 @@ def as_sampled(path, groups, *, observe: bool = False):
             places = len(group.prompt.token_ids) + completion.sampled_at
             chosen = logprobs[places - 1].gather(1, tokens[0, places, None])[:, 0]
             spans = (VersionSpan(VERSION, 0, len(completion.token_ids)),)
-            completion = replace(completion, logprobs=chosen.numpy(), routes=routes[:-1].numpy(), spans=spans)
-            rollouts.append(replace(rollout, completion=completion))
-        made.append(replace(group, rollouts=tuple(rollouts)))
+            fields = {"logprobs": chosen.numpy(), "routes": routes[:-1].numpy(), "spans": spans}
+            group = changed(group, index, observations=completion.observations, **fields)
+        made.append(group)
     return made
 
 
 def with_routes(groups, change):
-    return [
-        replace(group, rollouts=tuple(
-            replace(r, completion=replace(r.completion, routes=change(r.completion.routes))) for r in group.rollouts))
-        for group in groups
-    ]  # fmt: skip
+    made = []
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            group = changed(group, index, routes=change(rollout.completion.routes))
+        made.append(group)
+    return made
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -124,9 +124,7 @@ def test_replayed_experts_close_the_gap_and_any_other_experts_open_it(tmp_path, 
     assert gap(lambda routes: None) > 1e-3, "the noise decides between experts"
     assert gap(lambda routes: (routes + 1) % 8) > 1e-3
     assert gap(lambda routes: np.roll(routes, 1, axis=0)) > 1e-3
-    assert gap(lambda routes: np.where(np.arange(routes.shape[1])[:, None] == 1, -1, routes)) > 1e-3, (
-        "a layer is missing"
-    )
+    assert gap(lambda routes: np.where(np.arange(routes.shape[1])[:, None] == 1, -1, routes)) > 1e-3, "a layer less"
 
 
 def test_the_gap_without_replay_is_measured_beside_it(tmp_path, monkeypatch):

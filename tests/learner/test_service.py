@@ -150,18 +150,9 @@ class Recorder(Quiet):
         self.ends.append(status)
 
 
-def service(
-    folder: Path,
-    inbox: Inbox,
-    publisher: Publisher | None = None,
-    learner: Learner | None = None,
-    last_step: int | None = None,
-):
-    config = Config(
-        model=ModelConfig(path="m"),
-        data=DataConfig(train="t", eval="e"),
-        run=RunConfig(checkpoint_every=2, eval_every=100),
-    )
+def service(folder: Path, inbox: Inbox, publisher=None, learner=None, last_step: int | None = None) -> LearnerService:
+    run = RunConfig(checkpoint_every=2, eval_every=100)
+    config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t", eval="e"), run=run)
     return LearnerService(
         config, learner or Learner(), Team(0, 1), inbox, publisher or Publisher(), Recorder(),
         lineage=1, run_dir=folder, start_with=1, last_step=last_step,
@@ -182,9 +173,7 @@ def test_a_run_that_is_to_end_has_a_checkpoint_of_its_last_step(tmp_path: Path, 
     assert learner.run() == {"draining": "drained", "failing": "failed"}[why]
     assert saved(tmp_path) == (3, 3)
     assert learner.recorder.ends == (["drained"] if why == "draining" else []), "who gives it up says that it failed"
-    assert learner.recorder.left == {"tokens_generated": 3 if why == "draining" else 2}, (
-        "also after its two checkpoints"
-    )
+    assert learner.recorder.left == {"tokens_generated": 3 if why == "draining" else 2}, "after its two checkpoints too"
     assert not (tmp_path / "final").exists()
 
 
@@ -382,10 +371,10 @@ GIVES_UP_S = 4
 
 
 class Paused(Inbox):
-    """Nothing comes for twice as long, and then the end."""
+    """Nothing comes for half as long again, and then the end."""
 
     def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
-        end_s = time.monotonic() + 2 * GIVES_UP_S
+        end_s = time.monotonic() + 1.5 * GIVES_UP_S
         while time.monotonic() < end_s:
             self.while_waiting("the end of the pause", 1.0)
             time.sleep(0.05)
