@@ -63,12 +63,9 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, *, has_adapters: b
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model.get_decoder()(
-            input_ids=torch.zeros(1, TOKENS, dtype=torch.int64),
-            position_ids=torch.arange(TOKENS)[None],
-            use_cache=False,
-            segments=Segments.of([Family((0, 0), (0, TOKENS))]),
-        )
+        tokens, alone = torch.zeros(1, TOKENS, dtype=torch.int64), Segments.of([Family((0, 0), (0, TOKENS))])
+        places = torch.arange(TOKENS)[None]
+        output = model.get_decoder()(input_ids=tokens, position_ids=places, use_cache=False, segments=alone)
     total = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
     del output
     return total

@@ -25,16 +25,8 @@ class FakeOperator:
         self.commands: list[Command] = []
         self.state: Any = "training"
         self.generators = 2
-        self.advice = (
-            Advice(
-                bottleneck="generators",
-                sentence="a third generator would make steps 18 % shorter; a fifth nothing",
-                evidence="the learner waits 31 % of its time, and the generators sample for 96 % of theirs",
-                gain=0.18,
-                command="scale generators 3",
-                generators=3,
-            ),
-        )
+        told = {"sentence": "a third generator would make steps 18 % shorter; a fifth nothing", "evidence": "it waits"}
+        self.advice = (Advice(bottleneck="generators", gain=0.18, command="scale generators 3", generators=3, **told),)
         self.failure: Exception | None = None
         self.released = threading.Event()
         self.released.set()
@@ -43,21 +35,12 @@ class FakeOperator:
     def status(self) -> Status:
         names = ("buffer", "learner-0", *(f"generator-{i}" for i in range(self.generators)))
         return Status(
-            run=self.run_dir.name,
-            folder=str(self.run_dir),
-            state=self.state,
-            started=time.time() - 600,
-            lineage=1,
-            step=12,
-            steps=60,
-            generators_wanted=self.generators,
-            generators_min=1,
-            generators_max=8,
+            run=self.run_dir.name, folder=str(self.run_dir), state=self.state, started=time.time() - 600, lineage=1,
+            step=12, steps=60, generators_wanted=self.generators, generators_min=1, generators_max=8,
             settings={"learner.lr": 1e-3, "buffer.max_lag": 2, "generators.groups_in_flight": 32},
             processes=tuple(ProcessStatus(name=name, state="working", pid=100, heard_s=0.4) for name in names),
-            waits_for="generator-0, generator-1" if self.state == "starting" else "",
-            advice=self.advice,
-        )
+            waits_for="generator-0, generator-1" if self.state == "starting" else "", advice=self.advice,
+        )  # fmt: skip
 
     def carry_out(self, command: Command) -> str:
         self.released.wait()

@@ -12,6 +12,7 @@ MAX_TOKENS = 16
 ON_RATIOS = {"anchor": "behaviour", "corrections": ()}
 """Where the surrogate itself sees the ratio to the behaviour policy."""
 KL = {"kl_coef": 0.3}
+PAIRWISE = {"loss": "pairwise", "loss_args": {"beta": 0.5}, "corrections": ()}
 
 
 def corrected(*corrections: dict, **others) -> dict:
@@ -44,9 +45,7 @@ CASES: dict[str, dict] = {
     "reject": corrected({"action": "reject", "low_ratio": 0.8, "high_ratio": 1.2}),
     "truncate sequences": corrected({"level": "sequence", "high_ratio": 1.1}),
     "mask sequences": corrected({"level": "sequence", "action": "mask", "low_ratio": 0.5, "high_ratio": 1.5}),
-    "reject by geometric mean": corrected(
-        {"level": "geometric", "action": "reject", "low_ratio": 0.9, "high_ratio": 1.1}
-    ),
+    "reject by mean": corrected({"level": "geometric", "action": "reject", "low_ratio": 0.9, "high_ratio": 1.1}),
     "veto": corrected({"kind": "veto", "low_ratio": 0.5}),
     "opsm": corrected({"kind": "opsm", "max_nats": 0.05}),
     "m2po": corrected({"kind": "m2po", "max_mean_square": 0.04}),
@@ -78,23 +77,12 @@ CASES: dict[str, dict] = {
     # advantages
     **{f"advantage {name}": {"advantage": name} for name in ("dr_grpo", "lite", "opo", "reinforce_plus_plus_baseline")},
     # what looks at the whole step
-    "pairwise": {"loss": "pairwise", "loss_args": {"beta": 0.5}, "corrections": ()},
-    "pairwise, all, per token": {
-        "loss": "pairwise",
-        "loss_args": {"beta": 2.0, "pairs": "all", "length_normalised": True},
-        "corrections": (),
-    },
-    "pairwise, reference": {"loss": "pairwise", "loss_args": {"beta": 0.5, "reference": True}, "corrections": ()},
-    "pairwise, corrected": {
-        "loss": "pairwise",
-        "loss_args": {"beta": 0.5},
-        "corrections": (
-            {"high_ratio": 1.1},
-            {"kind": "importance", "action": "reject", "low_ratio": 0.8, "high_ratio": 1.2},
-        ),
-    },
-    "pairwise, penalties": {"loss": "pairwise", "loss_args": {"beta": 0.5}, "corrections": (), "entropy_coef": 0.2}
-    | KL,
+    "pairwise": PAIRWISE,
+    "pairwise, all, per token": PAIRWISE | {"loss_args": {"beta": 2.0, "pairs": "all", "length_normalised": True}},
+    "pairwise, reference": PAIRWISE | {"loss_args": {"beta": 0.5, "reference": True}},
+    "pairwise, corrected": PAIRWISE
+    | {"corrections": ({"high_ratio": 1.1}, {"action": "reject", "low_ratio": 0.8, "high_ratio": 1.2})},
+    "pairwise, penalties": PAIRWISE | KL | {"entropy_coef": 0.2},
     "gae": {"advantage": "gae"},
     "gae, kl in the reward": {"advantage": "gae", "kl_kind": "k1", "kl_in": "reward", "critic": {"value_clip": None}}
     | KL,

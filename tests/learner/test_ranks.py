@@ -80,6 +80,8 @@ def one_with_a_picture(learner: Learner) -> list:
 
 
 KL = {"kl_coef": 0.1, "kl_kind": "full"}
+SHORT_ROWS = {"tokens_per_microbatch": 50}
+SERVED = {"algorithm": KL | {"kl_coef": 1.0}, "teacher": {"url": "http://unused", "top_k": 3}}
 SCENARIOS: dict[str, tuple[str, dict, list | Callable[[Learner], list]]] = {
     "plain": ("dense", {}, GROUPS),
     "uneven shares": ("dense", {"learner": {"tokens_per_microbatch": 30}}, UNEVEN),
@@ -95,11 +97,7 @@ SCENARIOS: dict[str, tuple[str, dict, list | Callable[[Learner], list]]] = {
     # all tokens go to experts of one rank
     "skewed": ("qwen3_moe", {"algorithm": {"router_aux_coef": 0.1}}, routed(GROUPS, [0, 1])),
     "no shared prompts": ("qwen3_moe", {"learner": {"share_prompts": False, "tokens_per_microbatch": 60}}, GROUPS),
-    "served teacher": (
-        "qwen3_moe",
-        {"algorithm": KL | {"kl_coef": 1.0}, "teacher": {"url": "http://unused", "top_k": 3}},
-        with_teacher(GROUPS, top_k=3),
-    ),
+    "served teacher": ("qwen3_moe", SERVED, with_teacher(GROUPS, top_k=3)),
     "dense teacher": ("qwen3_moe", {"algorithm": {"kl_coef": 1.0, "kl_kind": "k1+", "teacher": "dense"}}, GROUPS),
     "lora": ("qwen3_moe", {"model": {"lora": {"rank": 4}}, "algorithm": KL}, GROUPS),
     "rate by the sample share": ("qwen3_moe", {"learner": {"ess_lr": True}}, GROUPS),
@@ -108,11 +106,7 @@ SCENARIOS: dict[str, tuple[str, dict, list | Callable[[Learner], list]]] = {
     "images, one row": ("vision", {}, one_with_a_picture),
     "images, lora": ("vision", {"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1}}, pictured),
 } | {
-    case: (
-        "small",
-        {"algorithm": objectives.CASES[case], "learner": {"tokens_per_microbatch": 50}},
-        objectives.groups(),
-    )
+    case: ("small", {"algorithm": objectives.CASES[case], "learner": SHORT_ROWS}, objectives.groups())
     for case in objectives.STEP_WIDE
 }
 
@@ -125,10 +119,7 @@ ROUNDED = {
         *("plain", "uneven shares", "tied, small microbatches", "few, deepseek_v3", "few, with a pass before"),
         *("no gradient", "five experts", "minibatches", "images", "images, one row", "images, lora"),
     ],
-    (3, 1, 1): [
-        *("uneven shares", "few, with a pass before", "several", "pairwise, all, per token"),
-        *("kl k3 in the reward, rloo", "kl full, seq-mean-token-mean"),
-    ],
+    (3, 1, 1): ["uneven shares", "few, with a pass before"],
     BOTH: [
         *("glm4_moe", "no shared prompts", "served teacher", "dense teacher", "lora", "rate by the sample share"),
         *objectives.STEP_WIDE,

@@ -60,18 +60,11 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.bias_distance.labels(of="length").set(rng.uniform(0.0, 0.02))
     parts = {"correct": min(1.0, 0.1 + step / 50), "format": 0.9}
     source = dict.fromkeys(metrics.SOURCE_GAUGES, 0.5)
-    counts = {"zero_signal_groups": 1, "tokens_trained": GROUPS * COMPLETIONS * 30}
-    metrics.observe_step(
-        {
-            **dict.fromkeys(metrics.STEP_GAUGES, 0.5),
-            **counts,
-            "step": step,
-            "reward_parts": parts,
-            "reward_parts_std": dict.fromkeys(parts, 0.2),
-            "sources": {"gsm8k": source, "aiw": source},
-            "seconds": {"wait_data": 0.05, "forward_backward": 0.1, "optimizer": 0.02, "publish": 0.01},
-        }
-    )
+    event = dict.fromkeys(metrics.STEP_GAUGES, 0.5) | {"step": step, "sources": {"gsm8k": source, "aiw": source}}
+    event |= {"zero_signal_groups": 1, "tokens_trained": GROUPS * COMPLETIONS * 30}
+    event |= {"reward_parts": parts, "reward_parts_std": dict.fromkeys(parts, 0.2)}
+    event |= {"seconds": {"wait_data": 0.05, "forward_backward": 0.1, "optimizer": 0.02, "publish": 0.01}}
+    metrics.observe_step(event)
     metrics.weight_sync_total.labels(outcome="ok").inc()
     metrics.learner_policy_version.set(step)
     metrics.generator_policy_version.set(step)

@@ -123,13 +123,8 @@ class Watched:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         self.url = f"http://{address}"
-        self._start(
-            "prometheus",
-            f"--config.file={folder / 'prometheus.yml'}",
-            f"--web.listen-address={address}",
-            f"--storage.tsdb.path={folder / 'tsdb'}",
-            stderr=subprocess.DEVNULL,
-        )
+        options = [f"--config.file={folder / 'prometheus.yml'}", f"--web.listen-address={address}"]
+        self._start("prometheus", *options, f"--storage.tsdb.path={folder / 'tsdb'}", stderr=subprocess.DEVNULL)
 
     def start_run(self) -> None:
         if self._processes:

@@ -132,9 +132,7 @@ STANDSTILLS = {"": "", "pause": "paused", "disk": "journal_blocked", "judge": "r
 """By what stands still, the metric that says so."""
 
 
-def balance_alert(
-    waits: float, scored: float, held: float, in_flight: float, dropped: float, stands: str
-) -> str | None:
+def balance_alert(waits: float, scored: float, held: float, in_flight: float, dropped: float, stands: str):
     if waits <= 0.5 or stands:
         return None
     if scored > 0.5:
@@ -212,18 +210,10 @@ def test_no_two_alerts_that_advise_opposite_things_fire_at_once(tmp_path: Path):
     for first in range(0, len(runs), 32):  # promtool's limit on samples
         some = list(runs)[first : first + 32]
         expected = [fires(named[run], run) for run in some if run in named]
-        test = {
-            "interval": "2m",
-            "input_series": [
-                {"series": series, "values": values}
-                for run in some
-                for series, values in series_of(run, runs[run]).items()
-            ],
-            "promql_expr_test": [
-                expects(f"count by (alertname, run) ({FIRING % BALANCE})", "35m", expected),
-                *never_both("35m", "130m"),
-            ],
-        }
+        series = {name: values for run in some for name, values in series_of(run, runs[run]).items()}
+        fired = expects(f"count by (alertname, run) ({FIRING % BALANCE})", "35m", expected)
+        test = {"interval": "2m", "promql_expr_test": [fired, *never_both("35m", "130m")]}
+        test["input_series"] = [{"series": name, "values": values} for name, values in series.items()]
         promtool_finds(test, tmp_path)
 
 

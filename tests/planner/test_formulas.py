@@ -62,12 +62,6 @@ def test_the_knee_in_groups():
     assert found.saturation == found.running
 
 
-def test_a_second_generator_helps_where_generators_decide_and_a_sixth_does_not():
-    steps = [predict(profile(), Split(generators, 2, 4, 8)).step_s for generators in (1, 2, 5, 6)]
-    assert steps[1] < 0.6 * steps[0]
-    assert steps[3] == pytest.approx(steps[2])
-
-
 @pytest.mark.parametrize(
     ("split", "base_s", "sigma", "filtered", "within"),
     [
