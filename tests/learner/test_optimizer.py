@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from asyncgrpo.config.schema import LearnerConfig
 from asyncgrpo.errors import TrainingError
@@ -166,16 +164,6 @@ def test_one_chunk_of_moments_is_at_hand_at_a_time(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         offload.step()
     assert not any(tensor.is_meta for tensor in moments(adam)) and adam.param_groups is groups
-
-
-def test_a_sharded_parameter_has_sharded_moments_where_they_wait(path):
-    learner(path)  # makes the process group
-    sharded = torch.nn.Parameter(
-        distribute_tensor(torch.arange(12.0).view(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
-    )
-    found = optimizer.sharded_like(sharded, torch.empty(4, 3, device=META))
-    assert isinstance(found, DTensor) and found.to_local().is_meta and not found.requires_grad
-    assert (found.placements, found.shape, found.dtype) == (sharded.placements, sharded.shape, sharded.dtype)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 50_000, 2**30])

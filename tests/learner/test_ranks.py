@@ -19,7 +19,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from asyncgrpo.data.demo import _byte_tokenizer
 from asyncgrpo.data.images import Images
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.parallel import Row
 from asyncgrpo.learner.publishing import fill_parts
 from asyncgrpo.weights.arena import Layout
 from tests.gpu_rehearsals.step_memory import peak_bytes
@@ -303,14 +302,3 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_one_and_their_export_is_their_w
     learner.step(GROUPS, VERSION)
     for name, tensor in weights(learner).items():
         torch.testing.assert_close(tensor, later[name], rtol=1e-5, atol=1e-4)
-
-
-def test_shares_of_a_row_are_those_of_chunk():
-    for size in (1, 2, 3, 4):
-        rows = [Row() for _ in range(size)]
-        for rank, row in enumerate(rows):
-            row.rank, row.size = rank, size
-        for length in range(9):
-            shares = [torch.arange(length)[row.own(length)].tolist() for row in rows]
-            chunks = [chunk.tolist() for chunk in torch.arange(length).chunk(size)] if length else []
-            assert shares == chunks + [[]] * (size - len(chunks))

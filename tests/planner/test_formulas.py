@@ -74,7 +74,7 @@ def test_the_knee_in_groups():
 )
 def test_formulas_agree_with_the_product_on_the_virtual_clock(split, base_s, sigma, filtered, within):
     task = profile(learner=LearnerTimes(base_s=base_s, each_s=0.0005), pause_s=0.0, filtered=filtered)
-    product = Scheduled(task, split, sigma=sigma, steps=40)
+    product = Scheduled(task, split, sigma=sigma, steps=30)
     formula = predict(msgspec.structs.replace(task, lengths=product.lengths), split)
     assert formula.step_s == pytest.approx(product.step_s, rel=within)
     assert formula.lag_mean == pytest.approx(product.lag_mean, rel=0.25, abs=0.05)
