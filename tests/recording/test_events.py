@@ -1,15 +1,20 @@
-"""metrics.jsonl survives crashes, resumes and impatient readers."""
+"""metrics.jsonl survives crashes, resumes and impatient readers; what it holds is declared, and what is declared is written."""
 
+import ast
 import contextlib
 import os
+import re
 import resource
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.recording.events import EventLog, Follower, read_events, read_tail
+import asyncgrpo
+from asyncgrpo.recording.events import KINDS, EventLog, Follower, read_events, read_tail
 
 
 def step(n: int, **more):
@@ -178,3 +183,38 @@ def test_a_resume_is_seen_though_the_file_has_grown_again(path):
     assert [event.get("step", event["event"]) for event in from_the_end.poll()] == ["rewound", 5]
     again = read_tail(path, tail.next, file=tail.file)
     assert again.rewound and [event["version"] for event in again.events] == ["1.1", "2.2", "2.3", "2.4", "2.5"]
+
+
+PACKAGE = Path(asyncgrpo.__file__).parent
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def writes(tree: ast.AST) -> Iterator[tuple[int, str, set[str], bool]]:
+    """Each `...events.write("kind", field=...)`, which the buffer calls `_emit`.
+
+    Its line, kind, fields, and whether there are more behind `**`.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and re.search(r"(events\.write|\._emit)$", ast.unparse(node.func)):
+            assert isinstance(node.args[0], ast.Constant), f"line {node.lineno}: which event?"
+            names = {keyword.arg for keyword in node.keywords}
+            yield node.lineno, str(node.args[0].value), {name for name in names if name}, None in names
+
+
+CALLS = [(path.relative_to(PACKAGE), *call) for path, tree in TREES.items() for call in writes(tree)]
+
+
+def test_every_event_in_the_code_is_declared_with_its_fields():
+    assert len(CALLS) > 15
+    for path, line, kind, fields, has_more in CALLS:
+        where = f"{path}:{line}, {kind}"
+        assert kind in KINDS and fields <= KINDS[kind].fields.keys(), f"{where}: not declared"
+        assert has_more or KINDS[kind].needed <= fields, f"{where}: a field is missing"
+
+
+def test_every_declared_event_and_field_is_written_somewhere():
+    assert KINDS.keys() == {kind for _, _, kind, _, _ in CALLS}
+    nodes = [node for path, tree in TREES.items() if path.stem != "events" for node in ast.walk(tree)]
+    names = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.keyword)}
+    assert {(kind, name) for kind, declared in KINDS.items() for name in declared.fields if name not in names} == set()
