@@ -88,9 +88,6 @@ def test_an_empty_batch_and_a_gradient_are_no_trouble(name):
     assert estimate(name, rewards.detach(), groups, groups, rewards.detach()).isfinite().all(), "empty completions"
 
 
-# --- numbers whose squares do not fit
-
-
 SCALE_FREE = ("grpo", "lite", "pass_at_k", "reinforce_plus_plus_baseline")
 
 
@@ -108,9 +105,6 @@ def test_huge_rewards_are_compared_like_others(name, size):
         assert estimate(name, tiny * rewards, groups, lengths, tiny * greedy).isfinite().all()
 
 
-# -- shaping -----------------------------------------------------------------------------------------------------------
-
-
 def test_kl_in_the_reward_is_summed_over_trained_tokens():
     kl, mask = torch.tensor([1.0, math.nan, 3.0, 5.0]), torch.tensor([True, False, True, False])
     ours = reward_with_kl(torch.tensor([0.5, math.nan, 2.0]), kl, mask, torch.tensor([0, 3, 3, 4]), coef=0.25)
@@ -121,9 +115,6 @@ def test_a_missing_reward_of_a_completion_that_was_cut_stays_missing():
     """The rules themselves: `tests/learner/test_batching.py`."""
     rewards, is_trained = apply_truncation(torch.tensor([0.5, math.nan]), torch.tensor([True, True]), rule="zero")
     assert rewards.tolist() == pytest.approx([0.0, math.nan], nan_ok=True) and is_trained.all()
-
-
-# -- how much a batch has left to teach ---------------------------------------------------------------------------------
 
 
 def share(*groups: list[float], success: float = 1.0) -> float:

@@ -334,9 +334,6 @@ def test_weights_that_shared_memory_cannot_hold_are_refused():
         refuse_host(model, broadcast, replace(ROOMY, shared_free=copies))
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
 def test_the_page_has_the_tables_of_today():
     page = memory_table.PAGE.read_text(encoding="utf-8")
     assert memory_table.tables() in page, "python -m benchmarks.memory_table --write"

@@ -67,9 +67,6 @@ def test_a_state_of_another_order_is_refused_by_name(other, said):
         PromptSource(**ORDER | other).restore(PromptSource(**ORDER).state())
 
 
-# -- several sources ---------------------------------------------------------------------------------------------------
-
-
 def mixed(sizes, weights, *, seed=0, shuffle=True, epochs=None) -> PromptSource:
     rows = [(source, row) for source, size in enumerate(sizes) for row in range(size)]
     prompts = [Prompt(prompt_id=f"{source}/{row}", token_ids=(row,)) for source, row in rows]

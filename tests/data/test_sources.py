@@ -19,9 +19,6 @@ needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reaso
 SUMS = "reasoning-gym:chain_sum?min_terms=2&max_terms=2&max_digits=1&size=20"
 
 
-# -- reasoning-gym -----------------------------------------------------------------------------------------------------
-
-
 @needs_gym
 def test_a_generator_gives_rows_that_say_which_task_they_are():
     rows, columns = read_source(SUMS, {"prompt": "not for these rows"})
@@ -58,9 +55,6 @@ def test_a_library_that_is_missing_is_named_with_its_extra(module, source, extra
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"{source.split('?')[0]}.*pip install 'asyncgrpo\[{extra}\]'"):
         read_source(source, {})
-
-
-# -- Hugging Face data sets --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -105,9 +99,6 @@ def test_rows_of_the_hub_have_its_id_as_data_source_where_they_have_none(monkeyp
 def test_a_data_set_that_cannot_be_reached_is_one_sentence(datasets):
     with pytest.raises(DataError, match=r"^hf:nobody/such-data: .*datasets cannot load it: .*nobody/such-data[^\n]*$"):
         read_source("hf:nobody/such-data", {})
-
-
-# -- where a source is no file -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.runs import REPOSITORY
+from tests.runs import REPOSITORY, wait_until
 
 PORT = 6399
 _COUNT = """
@@ -97,11 +96,8 @@ class Cluster:
         own = "mount -t tmpfs tmpfs /dev/shm && exec sleep infinity"
         self._there[number] = holder = subprocess.Popen(["ip", "netns", "exec", node, "unshare", "-m", "sh", "-c", own])
         self._running.append(holder)
-        memory = Path(f"/proc/{holder.pid}/root/dev/shm")
-        deadline = time.monotonic() + 10.0
-        while memory.stat().st_dev == Path("/dev/shm").stat().st_dev:
-            assert time.monotonic() < deadline and holder.poll() is None, f"{node} has no memory of its own"
-            time.sleep(0.01)
+        memory, ours = Path(f"/proc/{holder.pid}/root/dev/shm"), Path("/dev/shm").stat().st_dev
+        wait_until(lambda: memory.stat().st_dev != ours, f"memory of {node}", 10.0)
 
     def start_ray(self, number: int, resources: str) -> None:
         """Start Ray on a node, the head on node 1. `resources` is JSON."""
@@ -118,10 +114,7 @@ class Cluster:
 
     def wait_for_ray(self, nodes: int, timeout_s: float = 60.0) -> None:
         """Until so many nodes are alive, as Ray says."""
-        deadline = time.monotonic() + timeout_s
-        while (found := self._alive()) < nodes:
-            assert time.monotonic() < deadline, f"{found} of {nodes} nodes: {self._folder}/ray-*.txt say why"
-            time.sleep(0.5)
+        wait_until(lambda: self._alive() >= nodes, f"{nodes} nodes ({self._folder}/ray-*.txt say why)", timeout_s)
 
     def _alive(self) -> int:
         done = self.run(1, sys.executable, "-c", _COUNT, self.ray_address)

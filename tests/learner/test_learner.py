@@ -122,9 +122,6 @@ def test_completions_from_the_wire_cannot_be_written_and_need_not_be(path, algor
     assert learner(path, algorithm=algorithm).step(groups, VERSION).loss == expected.loss
 
 
-# --- the learning rate and the weight of the KL
-
-
 @pytest.mark.parametrize("anchor", ["proximal", "interpolated"])
 def test_the_learning_rate_falls_with_the_effective_sample_share(path, anchor):
     settings, algorithm = {"lr": 1e-3, "warmup_steps": 1}, {"anchor": anchor}
@@ -255,8 +252,6 @@ def sample_share(weights: np.ndarray) -> float:
     return weights.sum() ** 2 / (len(weights) * (weights**2).sum())
 
 
-# --- completions with advantage 0 are not run where that changes nothing
-
 ALIKE = [
     make_group(7, [1.0] * 4, [[1, 2], [3], [4, 5, 6], [7, 8]], logprobs=[[-1.0, -3.0], [-2.0], [-1.0] * 3, [-4.0] * 2]),
     make_group(8, [0.0] * 4, [[4], [5, 6, 7], [8], [9, 1]], version=OLDER),
@@ -320,9 +315,6 @@ def test_what_is_not_run_is_reported_as_far_as_the_engine_knows_it(path):
     weighted = sum(one.entropy * one.tokens_trained for one in (trained, silent))
     assert both.entropy == pytest.approx(weighted / both.tokens_trained, rel=1e-6)
     assert both.diagnostics["kl_k1"] == pytest.approx(trained.diagnostics["kl_k1"], rel=1e-6)
-
-
-# --- options that change nothing
 
 
 @pytest.mark.parametrize(

@@ -174,9 +174,6 @@ def test_a_hub_id_is_downloaded_without_what_is_not_read(folder, monkeypatch):
         ShardReader(model, "some/model")
 
 
-# --- frozen weights
-
-
 @pytest.mark.parametrize(
     ("on_disk", "dtype", "base"),
     [

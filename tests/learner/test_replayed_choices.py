@@ -55,8 +55,6 @@ def test_a_policy_of_kept_tokens_has_ratio_one_at_lag_zero(tmp_path):
     assert ratio([replace(completion, kept=None) for completion in completions]) < 0.5
 
 
-# -- experts -----------------------------------------------------------------------------------------------------------
-
 MIXTURES = {"qwen3_moe": partial(make_tiny_qwen3_moe, experts=8), "deepseek_v3": make_tiny_deepseek_v3}
 
 

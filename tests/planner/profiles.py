@@ -18,15 +18,10 @@ def profile(*settings: str, **changes: object) -> Profile:
         settings: further ones of its configuration.
     """
     made = Profile(
-        source="test",
-        hardware="none",
-        config=load_config(None, ["model.path=m", "data.train=t", *SIZES, *settings]),
-        lengths=SAME,
-        decode=DecodeCurve(base_s=0.02, each_s=0.001),
-        learner=LearnerTimes(base_s=1.0, each_s=0.001),
-        publish_s=0.5,
-        pause_s=0.2,
-    )
+        source="test", hardware="none", config=load_config(None, ["model.path=m", "data.train=t", *SIZES, *settings]),
+        lengths=SAME, decode=DecodeCurve(base_s=0.02, each_s=0.001), learner=LearnerTimes(base_s=1.0, each_s=0.001),
+        publish_s=0.5, pause_s=0.2,
+    )  # fmt: skip
     return msgspec.structs.replace(made, **changes)
 
 
