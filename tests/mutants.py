@@ -106,7 +106,7 @@ the standard deviation of a group has n in its denominator
 whitening pushes groups without signal
     algorithms.advantages:_of_trained
     scores.trains -> scores.scored
-    algorithms/test_advantages.py::test_whitening_is_over_tokens_and_leaves_groups_without_signal_at_zero
+    algorithms/test_advantages.py::test_every_estimator_follows_its_formula
 two that share the best reward are both trained
     algorithms.advantages:pass_at_k
     torch.where(is_only_best, -> torch.where(is_best,

@@ -110,15 +110,12 @@ def browser() -> Iterator[Page]:
         process = subprocess.Popen([CHROMIUM, *flags, f"--user-data-dir={profile}", "about:blank"], **quiet)  # type: ignore[call-overload]
         page = None
         try:
-            page = Page(_port(Path(profile) / "DevToolsActivePort"))
+            port = Path(profile) / "DevToolsActivePort"
+            wait_until(lambda: port.exists() and port.read_text() != "", "start of the browser", WITHIN_S)
+            page = Page(int(port.read_text().split()[0]))
             yield page
         finally:
             if page is not None:
                 page.close()
             process.terminate()
             process.wait(10)
-
-
-def _port(file: Path) -> int:
-    wait_until(lambda: file.exists() and file.read_text() != "", "start of the browser", WITHIN_S)
-    return int(file.read_text().split()[0])

@@ -56,11 +56,6 @@ def made_groups(gaps: tuple[float, ...], rewards: tuple[float, ...], finish_reas
     return made
 
 
-def policy_of(batch: PackedBatch, gaps: tuple[float, ...]) -> torch.Tensor:
-    gap = torch.tensor([gaps[t % len(gaps)] for t in batch.targets.tolist()], dtype=torch.float32)
-    return LIKELY + gap.clamp(max=0.0)
-
-
 def one_step(
     config: Config, gaps: tuple[float, ...], rewards: tuple[float, ...], **others
 ) -> tuple[torch.Tensor, StepReport]:
@@ -84,7 +79,8 @@ def one_step(
     if needs_precompute(settings, config.learner.updates_per_step):
         step, precomputed = precompute(step, before, settings)
     (batch,), (told,) = step.trained, precomputed
-    policy = policy_of(batch, gaps)
+    gap = torch.tensor([gaps[t % len(gaps)] for t in batch.targets.tolist()], dtype=torch.float32)
+    policy = LIKELY + gap.clamp(max=0.0)
     scores = TokenScores(policy, torch.ones_like(policy))
     objective = MicrobatchObjective(settings, batch, step, told, version=VERSION.number, max_length=8)
     objective.use_scores(scores)

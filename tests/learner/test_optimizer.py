@@ -126,15 +126,6 @@ def test_the_learner_skips_a_spike_and_goes_on_as_if_it_had_not_been(path, monke
 
 # -- moments on the CPU between updates ---------------------------------------------------------------------------------
 
-META = torch.device("meta")
-
-
-def parameters_on(device: torch.device, *sizes: int) -> list[torch.nn.Parameter]:
-    parameters = [torch.nn.Parameter(torch.zeros(size, device=device)) for size in sizes]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    return parameters
-
 
 def moments(of: torch.optim.AdamW) -> list[torch.Tensor]:
     return [state[name] for state in of.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -144,7 +135,9 @@ def test_one_chunk_of_moments_is_at_hand_at_a_time(monkeypatch):
     """The meta device stands for a GPU; nothing can be copied out of it, so moments lose their values on the way."""
     monkeypatch.setattr(optimizer, "CHUNK_BYTES", 2 * 4 * 100)
     monkeypatch.setattr(optimizer, "_bring_back", lambda here, waiting: None)
-    parameters = parameters_on(META, 60, 40, 96, 300, 4)
+    parameters = [torch.nn.Parameter(torch.zeros(size, device="meta")) for size in (60, 40, 96, 300, 4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
     adam = torch.optim.AdamW(parameters)
     offload = OptimizerOffload(adam)
     at_hand, stepped = [], []

@@ -73,11 +73,6 @@ def pictured(learner: Learner) -> list:
     return groups_of(prompts_of(images, ids.vision_start_token_id, ids.vision_end_token_id), images)
 
 
-def one_with_a_picture(learner: Learner) -> list:
-    """The other rank has no row, and no image."""
-    return [replace(FEW[0], prompt=pictured(learner)[1].prompt)]
-
-
 KL = {"kl_coef": 0.1, "kl_kind": "full"}
 SHORT_ROWS = {"tokens_per_microbatch": 50}
 SERVED = {"algorithm": KL | {"kl_coef": 1.0}, "teacher": {"url": "http://unused", "top_k": 3}}
@@ -102,7 +97,8 @@ SCENARIOS: dict[str, tuple[str, dict, list | Callable[[Learner], list]]] = {
     "rate by the sample share": ("qwen3_moe", {"learner": {"ess_lr": True}}, GROUPS),
     "minibatches": ("dense", {"learner": {"minibatches": 3, "ppo_epochs": 2, "tokens_per_microbatch": 60}}, GROUPS),
     "images": ("vision", {"learner": {"tokens_per_microbatch": 80}}, pictured),
-    "images, one row": ("vision", {}, one_with_a_picture),
+    # the other rank has no row, and no image
+    "images, one row": ("vision", {}, lambda learner: [replace(FEW[0], prompt=pictured(learner)[1].prompt)]),
     "images, lora": ("vision", {"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1}}, pictured),
 } | {
     case: ("small", {"algorithm": objectives.CASES[case], "learner": SHORT_ROWS}, objectives.groups())
