@@ -51,8 +51,6 @@ def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(asyncgrpo, file,
 
 TESTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
 RIGHT, HALF = "print(sum(map(int, input().split())))", "print(3)"
-
-
 CODE = {"prompt": "Add!", "ground_truth": TESTS, "data_source": "code"}
 SEVERAL = {"prompt": "Where?", "ground_truth": ["Rome", "Roma"], "data_source": "qa"}
 SEARCH = SEVERAL | {"ground_truth": {"target": ["Rome", "Roma"]}}

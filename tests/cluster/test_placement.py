@@ -136,8 +136,6 @@ def test_both_sides_of_nccl_get_the_same_settings_and_a_persons_own_stay(monkeyp
 
 
 OWN, OWN_FOR_CUDA = ({name: "max_split_size_mb:64"} for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-
-
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 EXACT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
 

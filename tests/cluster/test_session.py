@@ -137,11 +137,7 @@ RuntimeError: The actor with name A failed to import on the worker.
 ModuleNotFoundError: No module named 'asyncgrpo'
 """
 """What Ray 2.60 says of a class that a worker cannot import, shortened."""
-
-
 UNKNOWN = RayTaskError("A.__init__", TEXT, ModuleNotFoundError("No module named 'asyncgrpo'"))
-
-
 OUT_OF_MEMORY = "4 worker(s) were killed due to the node running low on memory (IP: 10.0.0.7, ID: b24).\nOOM kill ..."
 """What Ray 2.60 says of actors that its memory monitor killed, shortened."""
 

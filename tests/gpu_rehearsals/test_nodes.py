@@ -62,8 +62,6 @@ def work(folder: Path, tmp_path: Path) -> Path:
 DEMO = ["demo", "--engine", "torch", "--max-lag", "1", "--out", "run", "learner.ranks=2", "run.eval_every=100"]
 APART = ["learner.ray_resources={rank: 1}", "generators.ray_resources={generator: 1}"]
 SOON = ["run.checkpoint_every=6", "weights.timeout_s=4", "cluster.silent_timeout_s=8"]
-
-
 SCRAPE = """
 import json, pathlib, sys, urllib.request
 
