@@ -52,12 +52,6 @@ def test_the_check_sequences_are_scored_as_by_a_plain_forward_whatever_the_sampl
     assert not np.allclose(ours.check.score(), np.concatenate(expected), atol=1e-3), "of the weights that it has now"
 
 
-def test_a_step_without_usable_completions_is_a_step_of_zero_gradient(path):
-    report = learner(path).step([make_group(0, [None, None], [[1], [2]])], VERSION)
-    assert (report.tokens_trained, report.advantages) == (0, {})
-    assert (report.loss, report.grad_norm, report.entropy) == (0.0, 0.0, 0.0)
-
-
 def test_the_gradient_is_clipped(path):
     ours = learner(path, learner={"grad_clip": 1e-3, "lr": 1.0})
     seen = {}
