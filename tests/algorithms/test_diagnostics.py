@@ -119,13 +119,3 @@ def test_the_sample_share_is_told_by_the_lag_of_a_completion_s_oldest_token():
         0: 16 / (2 * 10), 1: 25 / (3 * 11), 4: 81 / (5 * 21), 9: 256 / (6 * 70)
     })  # fmt: skip
     assert shares_within(sums)[9] == pytest.approx(effective_sample_share(16, 70, 6)), "that of the whole step"
-
-
-def test_reports_of_nothing_are_numbers():
-    nothing = torch.zeros(0)
-    sums = numbers(all_sums(nothing, nothing.long(), nothing.bool(), torch.tensor([0])))
-    assert set(lag_report(sums).values()) == set(shares("y", sums).values()) == {0.0}
-    assert set(update_report(sums).values()) == {0.0, 1.0}
-    assert share_report(sums) == shares_within(sums) == {}
-    gap = gap_sums(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
-    assert numbers(gap) == {"gap": 0.0, "gap_tokens": 0.0, "gap_max": 0.0}
