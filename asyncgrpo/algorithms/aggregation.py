@@ -79,7 +79,7 @@ Aggregation = Literal[
 @torch.no_grad()
 def token_weights(
     mask: Tensor,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor,
     *,
     mode: Aggregation,
     num_tokens: int,
@@ -100,7 +100,7 @@ def token_weights(
 
     Args:
         mask: [T] bool, True on tokens to train, before rejection.
-        cu_seqlens: [S+1] start of each packed sequence; None is allowed if all tokens have equal weights.
+        cu_seqlens: [S+1] start of each packed sequence.
         num_tokens: trained tokens of the full step.
         num_sequences: trained completions of the full step, including those without tokens.
         max_length: longest completion that may be sampled, tokens; a constant of the run.
@@ -119,7 +119,6 @@ def token_weights(
     if mode == "seq-mean-token-sum-norm":
         assert max_length is not None, f"{mode} needs max_length"
         return trained / max(num_sequences * max_length, 1)
-    assert cu_seqlens is not None, f"{mode} needs cu_seqlens"
     if mode == "seq-mean-token-mean":
         per_sequence = trained_sum(mask, mask, cu_seqlens) * num_sequences
     else:

@@ -20,12 +20,6 @@ def test_a_step_without_tokens_weighs_nothing_and_waits_for_no_device(mode):
         assert device == "meta" or weights.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
-def test_modes_that_weigh_all_tokens_alike_need_no_sequences(mode):
-    weights = token_weights(torch.tensor([True, False]), None, mode=mode, num_tokens=4, num_sequences=4, max_length=1)
-    assert weights.tolist() == [0.25, 0.0]
-
-
 def test_a_weighted_sum_ignores_what_weighs_nothing():
     values = torch.tensor([1.0, math.nan, 3.0, math.inf], requires_grad=True)
     total = weighted_sum(values, torch.tensor([0.5, 0.0, 1.0, 0.0]))
