@@ -143,15 +143,6 @@ def granted(sent: list[tuple[str, str]]) -> list[str]:
     return [peer for peer, kind in sent if kind == Grant.__name__]
 
 
-def test_a_generator_that_is_quiet_gets_no_lease_until_it_speaks():
-    served = Served(per_step=8, max_lag=0)
-    served.join("g-1")
-    served.join("g-2")
-    served.pass_time(2.5, "g-1")
-    assert granted(served.hear("learner", Trained(version=v(0)))) == ["g-1"] * 2
-    assert granted(served.hear("g-2", Serving(generator_id="g-2", version=v(0)))) == ["g-2"] * 2
-
-
 def two_at_work() -> Served:
     """Two generators with a lease each, at 0 s; each may hold two."""
     served = Served(per_step=2, max_lag=0)

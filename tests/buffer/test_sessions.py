@@ -45,10 +45,6 @@ def test_where_nothing_is_known_the_emptiest_window_is_first_and_a_new_one_count
     assert order(Speeds(), small=1.0, large=5 / 8) == ["large", "small"]
     speeds = measured(quick=1.0, slow=2.0)
     assert order(speeds, quick=0.5, new=0.25, slow=0.25) == ["new", "quick", "slow"]
-    speeds.forget("slow")
-    assert speeds.seconds_per_token("slow", 0.0, speeds.fastest_s) == speeds.seconds_per_token(
-        "quick", 0.0, speeds.fastest_s
-    ), "it has started again"
 
 
 def test_who_is_late_gets_what_no_other_has_room_for_until_it_delivers():
