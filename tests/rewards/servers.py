@@ -31,7 +31,7 @@ class Server(ThreadingHTTPServer):
         """Reply to each GET."""
         self.lock = threading.Lock()
         self.running = self.most = 0
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def __exit__(self, *_) -> None:
         self.may_reply.set()
