@@ -1,8 +1,10 @@
 """Several rewards are one weighted sum, each is a part of it, and one that fails is never a 0."""
 
+from pathlib import Path
+
 import pytest
 
-from asyncgrpo.config.schema import JudgeConfig, RewardConfig
+from asyncgrpo.config.schema import JudgeConfig, RewardConfig, RewardModelConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import Sampled, failed, score_one
 from asyncgrpo.rewards.build import CombinedReward, Weighted, build_reward
@@ -111,6 +113,10 @@ def judge_with(**settings) -> RewardConfig:
     return RewardConfig(function="judge", judge=JudgeConfig(**{"url": "http://h"} | settings))
 
 
+def model_at(path: str | None) -> RewardConfig:
+    return RewardConfig(function="model", model=RewardModelConfig(path=path, url="http://h"))
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -125,6 +131,8 @@ def judge_with(**settings) -> RewardConfig:
         (RewardConfig(function="gsm8"), r"reward.function: gsm8 is not built in; there are .*gsm8k"),
         (RewardConfig(function="nowhere.py"), "reward file .*nowhere.py does not exist"),
         (RewardConfig(function="model"), "reward.function names model, which needs .*: reward.model.path"),
+        (model_at(None), "reward.model.url needs reward.model.path"),
+        (model_at(str(Path(__file__).parent)), "cannot be loaded"),
         (judge_with(url=None), "reward.function names judge, and reward.judge.url is not set"),
         (judge_with(template="judge.txt"), "reward.judge.template: judge.txt is neither a file"),
         (judge_with(pattern="("), r"reward.judge.pattern \( cannot be compiled"),

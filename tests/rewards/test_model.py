@@ -151,11 +151,3 @@ async def test_a_reply_without_scores_is_a_named_failure_of_the_group(server, tm
     found = await scores(server, make_reward_model(tmp_path), "1", "2")
     assert [score.failure for score in found] == ["model", "model"]
     assert all(said in score.detail for score in found), found
-
-
-def test_a_url_without_a_tokenizer_is_refused_in_one_sentence(tmp_path):
-    for path, said in ((None, "reward.model.url needs reward.model.path"), (tmp_path, "cannot be loaded")):
-        with pytest.raises(RewardError, match=said):
-            build_reward(
-                RewardConfig(function="model", model=RewardModelConfig(path=path and str(path), url="http://x"))
-            )
