@@ -11,7 +11,7 @@ from tests.mutants import MUTANTS, planted
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_mistake_is_noticed(name: str, monkeypatch):
-    monkeypatch.setenv("ASYNCGRPO_TEST_WAIT_S", "3")  # some wait in vain, for milliseconds without the mistake
+    monkeypatch.setenv("ASYNCGRPO_TEST_WAIT_S", "2")  # some wait in vain, for milliseconds without the mistake
     with planted(MUTANTS[name]):
         assert run_tests(MUTANTS[name].tests) is pytest.ExitCode.TESTS_FAILED
 

@@ -260,12 +260,16 @@ async def test_a_group_is_one_call_of_an_async_function_in_a_worker(reward_file)
         "def compute_score(solution_strs, **rest): return [rest['bonus']] * len(solution_strs)",
     ],
 )
-async def test_further_arguments_reach_every_form_of_a_function(reward_file, text):
-    config = RewardConfig(function=reward_file(text), kwargs={"bonus": 0.5}, timeout_s=30)
-    reward = build_reward(config)
-    (score,) = await reward.score(prompt(info={"bonus": 9.0}), [Sampled("a", [1])])
-    assert score.value == 0.5, score
+def test_further_arguments_reach_every_form_of_a_function(reward_file, text):
+    function = load_user_function(reward_file(text), {"bonus": 0.5})
+    call = call_of(prompt(info={"bonus": 9.0}), [Sampled("a", [1])], is_group=function.takes_groups)
+    assert function(call) == ([0.5] if function.takes_groups else 0.5)
+
+
+async def test_further_arguments_reach_the_worker_and_one_that_no_function_takes_is_refused(reward_file):
+    path = reward_file("def compute_score(completion, bonus): return bonus")
+    reward = build_reward(RewardConfig(function=path, kwargs={"bonus": 0.5}, timeout_s=30))
+    assert (await score_one(reward, prompt(), "")).value == 0.5
     await reward.close()
-    if "**" not in text:  # which takes whatever there is
-        with pytest.raises(RewardError, match=r"reward.kwargs: no function of reward.function takes bonsu"):
-            build_reward(RewardConfig(function=(config.function, "format"), kwargs={"bonus": 1.0, "bonsu": 2.0}))
+    with pytest.raises(RewardError, match=r"reward.kwargs: no function of reward.function takes bonsu"):
+        build_reward(RewardConfig(function=(path, "format"), kwargs={"bonus": 1.0, "bonsu": 2.0}))

@@ -125,21 +125,28 @@ def test_generators_come_and_go_and_get_the_bytes_of_both_machines(machines):
 
 def test_bytes_that_change_on_the_way_from_another_machine_are_sent_again(machines, monkeypatch):
     engine = machines.add("a")
-    machines.arrives(machines.publish(0), engine)
-    wait_until(lambda: machines.publisher.is_idle, "rest")
-    machines.publisher.reports()
+    altered_once(machines, [engine], monkeypatch, lambda start: start == OTHER.runs[0][0])
+
+
+def altered_once(
+    made: Ranks, engines: list[Engine], monkeypatch: pytest.MonkeyPatch, where: Callable[[int], bool]
+) -> None:
+    """A version of which a byte is altered, at the begin of a run, arrives at the second attempt."""
+    made.arrives(made.publish(0), *engines)
+    wait_until(lambda: made.publisher.is_idle, "rest")
+    made.publisher.reports()
     receive, flips = lane.receive, [1]
 
     def altered(group: object, flat: Tensor, buckets: Iterable[Bucket]) -> Iterator[tuple[int, int]]:
         for run in receive(group, flat, buckets):
-            if flips and run[0] == OTHER.runs[0][0]:
+            if flips and where(run[0]):
                 flat[run[0]] ^= flips.pop()
             yield run
 
     monkeypatch.setattr("asyncgrpo.weights.receiver.receive", altered)
-    machines.arrives(machines.publish(1), engine)
-    wait_until(lambda: machines.publisher.is_idle, "rest")
-    (report,) = machines.publisher.reports()
+    made.arrives(made.publish(1), *engines)
+    wait_until(lambda: made.publisher.is_idle, "rest")
+    (report,) = made.publisher.reports()
     assert report.attempts == 2 and not flips
 
 
@@ -230,22 +237,7 @@ def test_after_a_receiver_that_may_still_write_no_deltas_come():
 
 def test_a_part_that_was_altered_is_received_again_with_all_others(ranks, monkeypatch):
     engines = [ranks.add(name, machine="m") for name in "ab"]
-    ranks.arrives(ranks.publish(0), *engines)
-    wait_until(lambda: ranks.publisher.is_idle, "rest")
-    ranks.publisher.reports()
-    receive, flips = lane.receive, [1]
-
-    def altered(group: object, flat: Tensor, buckets: Iterable[Bucket]) -> Iterator[tuple[int, int]]:
-        for run in receive(group, flat, buckets):
-            if flips and run[0] > 0:
-                flat[run[0]] ^= flips.pop()
-            yield run
-
-    monkeypatch.setattr("asyncgrpo.weights.receiver.receive", altered)
-    ranks.arrives(ranks.publish(1), *engines)
-    wait_until(lambda: ranks.publisher.is_idle, "rest")
-    (report,) = ranks.publisher.reports()
-    assert report.attempts == 2 and not flips
+    altered_once(ranks, engines, monkeypatch, lambda start: start > 0)
 
 
 def test_a_rank_that_is_ahead_of_another_is_not_forgotten(ranks):
