@@ -73,17 +73,6 @@ def staged(receiver: Receiver) -> Arenas:
     return next(iter(receiver._stagings.values()))
 
 
-def test_a_small_change_is_sent_as_a_delta_in_the_same_group(fleet):
-    engines = [fleet.add("generator-0"), fleet.add("generator-1")]
-    assert fleet.publish(0, 1.0) == 2 * WHOLE
-    for number in range(1, 6):
-        assert 0 < fleet.publish(number, 0.01) < 2 * WHOLE / 10
-    assert 0 < fleet.publish(6, 0.0) < 500, "nothing changed"
-    assert fleet.publisher._lane.number == 1, "of the first broadcast"
-    fleet.check(*engines)
-    assert all(len(engine.held) == 7 for engine in engines)
-
-
 def test_a_slow_one_holds_up_nobody_and_follows_by_deltas(fleet):
     quick, slow = fleet.add("generator-0"), fleet.add("generator-1")
     fleet.publish(0, 1.0)

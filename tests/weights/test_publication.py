@@ -94,17 +94,6 @@ def at(step: int) -> PolicyVersion:
     return PolicyVersion(1, step)
 
 
-def test_every_generator_holds_exactly_what_was_published(plane):
-    engines = [plane.add(f"generator-{index}") for index in range(2)]
-    for step in range(3):
-        publication = plane.publish(step)
-        assert publication.generators == ("generator-0", "generator-1")
-        assert len(set(publication.checksums.values())) == 1 and publication.attempts == 1
-        assert publication.digest == add_digests([digest(plane.truth[at(step)])])
-        assert plane.publisher.is_idle and [engine.newest for engine in engines] == [at(step)] * 2
-    plane.check(*engines)
-
-
 def test_one_that_leaves_gets_no_more_weights_and_breaks_no_publication(plane):
     plane.add("generator-0")
     leaves = plane.add("generator-1", incarnation="7")
