@@ -1,15 +1,15 @@
 """Faulty variants of the product's classes, each a mistake that the field has made. The simulation must find every one.
 
-A simulator that finds no planted bug proves nothing; so each promise has a mutant that breaks it. A mutant stands in the
-place of one function of the product for as long as a `with` block, and is given that function first.
+A simulator that finds no planted bug proves nothing; so each promise has a mutant that breaks it. A mutant is a line of
+the product that reads otherwise for as long as a `with` block, or stands in the place of one of its functions and is given
+that function first.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,31 +17,24 @@ from msgspec.structs import replace
 
 from asyncgrpo.buffer import buffer as buffer_module
 from asyncgrpo.buffer import recovery
-from asyncgrpo.buffer.admission import AutoLag, JustInTime
-from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.data.order import Curriculum
-from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.engines.base import PendingCompletion
-from asyncgrpo.generators import service as generator_service
 from asyncgrpo.generators.rollout import GroupInFlight, Launched
-from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.journal import history
-from asyncgrpo.journal import log as journal_module
-from asyncgrpo.journal.history import BatchIssued, BoundChanged, Committed, JournalRecord
+from asyncgrpo.journal.history import BatchIssued, Committed, JournalRecord
 from asyncgrpo.journal.log import Journal
-from asyncgrpo.learner.ranks import Inbox
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Lease, PolicyVersion
-from asyncgrpo.wire import Message
-from asyncgrpo.wire.rollouts import Deliver, Grant, Serving
+from asyncgrpo.wire.rollouts import Deliver
+from tests.mutants import Mutant
+from tests.mutants import planted as planted_in_text
 from tests.simulation.faults import Outage
 
-Change = tuple[Any, str, Callable[[Any], Any]]
-"""Of what, which attribute, and a function that makes what it becomes of what it is."""
+Change = Mutant | tuple[Any, str, Callable[[Any], Any]]
+"""A line that reads otherwise; or of what, which attribute, and a function that makes what it becomes of what it is."""
 MUTANTS: dict[str, list[Change]] = {}
 SHOWN_UNDER: dict[str, dict[str, Any]] = {
     "raised_whatever_it_does": {"max_lag": "auto"},
@@ -83,10 +76,88 @@ def during(what: str, other: Callable[[Any], Any], right: Callable) -> Callable:
 def planted(name: str) -> Iterator[None]:
     """The product with one mistake in it."""
     with ExitStack() as patches:
-        for owner, attribute, make in MUTANTS[name]:
-            patches.enter_context(mock.patch.object(owner, attribute, make(getattr(owner, attribute))))
+        for change in MUTANTS[name]:
+            if isinstance(change, Mutant):
+                patches.enter_context(planted_in_text(change))
+            else:
+                owner, attribute, make = change
+                patches.enter_context(mock.patch.object(owner, attribute, make(getattr(owner, attribute))))
         yield
 
+
+# -- lines that read otherwise ------------------------------------------------------------------------------------------
+
+IN_TEXT = """
+# the buffer, and the order of its prompts
+ack_before_keep buffer.buffer:Buffer.accept
+    return "no_such_lease" -> return None
+slot_leak_on_failure buffer.buffer:Buffer.fail
+    if entry is None: -> if entry is None or not self.outcomes["requeued"] % 2:
+lag_from_newest_token buffer.buffer:Buffer._arrive
+    message.versions[0] -> message.versions[-1]
+cancelled_lease_accepted buffer.buffer:Buffer.accept
+    if entry is None or entry.lease.lease_id != message.lease_id: -> if entry is None:
+requeue_forgets_attempt buffer.buffer:Buffer._leave
+    entry.lease.attempt + 1 -> entry.lease.attempt
+released_lease_delivers buffer.buffer:Buffer.release
+    self._requeue(entry) -> self._requeue(entry); self._ended[entry.prompt_index] -= 1
+silent_one_delivers buffer.buffer:Buffer._free
+    self._requeue(entry) -> self._requeue(entry); self._ended[entry.prompt_index] -= 1
+stale_dropped_in_silence buffer.buffer:Buffer._give_up
+    f"dropped_{reason}" -> "silence"
+batch_by_age buffer.buffer:Buffer.take
+    batch.sort(key=lambda e: e.prompt_index) -> pass
+slots_of_the_largest_bound buffer.buffer:Buffer._has_slot
+    (self.max_lag - behind + 1) * self.config.prompts_per_step -> self.config.num_slots
+slots_whatever_is_served buffer.buffer:Buffer._has_slot
+    self.max_lag - behind + 1 -> self.max_lag + 1
+raised_whatever_it_does buffer.admission:AutoLag.step_ended
+    self._shares.append(shares[oldest] if math.isfinite(shares[oldest]) else 0.0) -> self._shares.append(1.0)
+step_trains_all buffer.buffer:Buffer.trained
+    if e.state is State.TAKEN -> if e.state is not State.LEASED
+no_fencing buffer.service:BufferService._note_serving
+    session is not None and session.peer == peer -> session is not None
+given_back_is_charged buffer.buffer:Buffer.give_back
+    self._requeue(entry) -> self.fail(lease_id, "unscored")
+behind_counts_as_current buffer.buffer:Buffer.lease
+    serves = serves or self.version -> serves = self.version
+fewer_than_a_batch buffer.admission:JustInTime.wanted
+    math.ceil(min(self._target, slots)) -> self._per_step - 1
+order_decided_anew data.order:Curriculum._read
+    data = path.read_bytes() -> self._must_be_there = False; return
+recovered_is_issued_too buffer.buffer:Buffer.restore
+    self.prompts.claim(message.prompt_index) -> pass
+recovered_under_the_bound_of_now buffer.recovery:bound_of
+    return max_lag if start.max_lag_is_auto or is_its_own else min(max_lag, start.max_lag) -> return start.max_lag
+bound_not_written buffer.buffer:Buffer.step_ended
+    self.journal.append(BoundChanged(version=version, max_lag=after)) -> pass
+ack_before_durable buffer.service:BufferService._acknowledge
+    not self._journal.is_durable(position) -> False
+cursor_at_issue data.prompts:PromptSource.state
+    frontier=self._frontier -> frontier=max(self._next, self._frontier)
+# generators and the learner
+version_at_completion engines.base:PendingCompletion.complete
+    zip(self._starts, ends, strict=False) -> [((version, 0), length) for version, _ in self._starts[-1:]]
+unbounded_resend generators.service:GeneratorService._send_heartbeats
+    started - held.sent_s > liveness.RESEND_AFTER_S -> True
+granted_twice_worked_twice generators.service:GeneratorService._handle
+    lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged -> True
+version_restarts learner.service:LearnerService.resume
+    PolicyVersion(self.version.lineage, state.step) -> PolicyVersion(self.version.lineage, 0)
+evaluation_asked_for_once learner.ranks:Inbox.request_eval
+    self._evaluate = step -> pass
+fire_and_forget generators.service:GeneratorService._send_serving
+    await self._client.send(message) -> self._unacknowledged.clear(); await self._client.send(message)
+# the journal
+retired_without_sync journal.log:_remove_bodies
+    disk.sync(descriptor) -> pass
+"""
+"""Under each mistake and its place what reads otherwise there: `tests/mutants.py`."""
+
+lines = [line.strip() for line in IN_TEXT.strip().splitlines() if not line.startswith("#")]
+for head, change in zip(lines[::2], lines[1::2], strict=True):
+    name, place = head.split()
+    MUTANTS[name] = [Mutant(place, *change.split(" -> "), tests="")]
 
 # -- what does nothing, or always answers the same ---------------------------------------------------------------------
 
@@ -137,12 +208,6 @@ for name, owner, attribute, what, other in (
 
 
 @mutant(Buffer, "accept")
-def ack_before_keep(accept, self: Buffer, *delivery: Any) -> str | None:
-    refusal = accept(self, *delivery)
-    return None if refusal == "no_such_lease" else refusal
-
-
-@mutant(Buffer, "accept")
 def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
     refusal = accept(self, message, payload, *rest)
     if refusal != "duplicate" or message.group_id in self._entries:
@@ -158,67 +223,6 @@ def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: 
     return None
 
 
-@mutant(Buffer, "fail")
-def slot_leak_on_failure(fail, self: Buffer, lease_id: str, reason: str) -> None:
-    if self._leased(lease_id) is None or self.outcomes["requeued"] % 2:
-        fail(self, lease_id, reason)
-
-
-@mutant(Buffer, "accept")
-def lag_from_newest_token(accept, self: Buffer, message: Deliver, *rest: Any) -> str | None:
-    refusal = accept(self, message, *rest)
-    if refusal is None and (entry := self._entries.get(message.group_id)) is not None:
-        entry.oldest = max(span.version for rollout in message.rollouts for span in rollout.spans)
-    return refusal
-
-
-@mutant(Buffer, "accept")
-def cancelled_lease_accepted(accept, self: Buffer, message: Deliver, *rest: Any) -> str | None:
-    entry = self._entries.get(message.group_id)
-    if entry is not None and entry.state is State.LEASED:
-        entry.lease = replace(entry.lease, lease_id=message.lease_id, attempt=message.attempt)
-    return accept(self, message, *rest)
-
-
-@mutant(Buffer, "fail")
-def requeue_forgets_attempt(fail, self: Buffer, lease_id: str, reason: str) -> None:
-    if (entry := self._leased(lease_id)) is not None:
-        self._requeue(entry)
-        self._ended[entry.prompt_index] = entry.lease.attempt
-
-
-@mutant(Buffer, "release")
-def released_lease_delivers(release, self: Buffer, holder: str) -> list[str]:
-    held = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
-    released = release(self, holder)
-    self._ended.update({e.prompt_index: e.lease.attempt - self._ended[e.prompt_index] for e in held})
-    return released
-
-
-@mutant(Buffer, "free_leases_of")
-def silent_one_delivers(free_leases_of, self: Buffer, holder: str, **why: bool) -> list[str]:
-    freed = free_leases_of(self, holder, **why)
-    self._ended.subtract(int(lease_id.split(".")[1]) for lease_id in freed)
-    return freed
-
-
-@mutant(Buffer, "_give_up")
-def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, reason: str) -> None:
-    before = self.outcomes[f"dropped_{reason}"]
-    give_up(self, entry, reason)
-    self.outcomes[f"dropped_{reason}"] = before
-
-
-class _Unsorted(list):
-    def sort(self, **_: Any) -> None:
-        """Stays as it is."""
-
-
-@mutant(Buffer, "_choose")
-def batch_by_age(choose, self: Buffer, version: PolicyVersion) -> list:
-    return _Unsorted(choose(self, version))
-
-
 @mutant(Buffer, "step_ended")
 def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
     step_ended(self, *arguments)
@@ -226,70 +230,7 @@ def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
         entry.max_lag = self.max_lag
 
 
-@mutant(Buffer, "_has_slot")
-def slots_of_the_largest_bound(has_slot, self: Buffer, behind: int = 0) -> bool:
-    return len(self._entries) < self.config.num_slots
-
-
-@mutant(AutoLag, "step_ended")
-def raised_whatever_it_does(step_ended, self: AutoLag, version: int, shares: Mapping[int, float], waited: float) -> int:
-    return step_ended(self, version, dict.fromkeys(shares, 1.0), waited)
-
-
-@mutant(Buffer, "trained")
-def step_trains_all(trained, self: Buffer, version: PolicyVersion) -> None:
-    for entry in self._entries.values():
-        if entry.state is State.READY:
-            self._set_state(entry, State.TAKEN)
-    trained(self, version)
-
-
-@mutant(PromptSource, "state")
-def cursor_at_issue(state, self: PromptSource) -> PromptState:
-    honest = state(self)
-    return replace(honest, frontier=max(self._next, honest.frontier), done_beyond=())
-
-
-@mutant(Curriculum, "_read")
-def order_decided_anew(read, self: Curriculum, path: Path) -> None:
-    self._must_be_there = False
-
-
-@mutant(BufferService, "_handle")
-def no_fencing(handle, self: BufferService, peer: str, message: Message, *rest: Any) -> None:
-    if isinstance(message, Serving) and message.generator_id in self._sessions:
-        self._sessions[message.generator_id].version = message.version
-    else:
-        handle(self, peer, message, *rest)
-
-
-@mutant(Buffer, "give_back")
-def given_back_is_charged(give_back, self: Buffer, lease_id: str) -> None:
-    self.fail(lease_id, "unscored")
-
-
-@mutant(Buffer, "lease")
-def behind_counts_as_current(lease, self: Buffer, holder: str, now_s: float, serves: Any = None) -> Lease | None:
-    return lease(self, holder, now_s)
-
-
-@mutant(Buffer, "_has_slot")
-def slots_whatever_is_served(has_slot, self: Buffer, behind: int = 0) -> bool:
-    return has_slot(self)
-
-
-@mutant(JustInTime, "wanted")
-def fewer_than_a_batch(wanted, self: JustInTime, slots: int) -> int:
-    return self._per_step - 1
-
-
 # -- the generator -----------------------------------------------------------------------------------------------------
-
-
-@mutant(PendingCompletion, "complete")
-def version_at_completion(complete, self: PendingCompletion, *arguments: Any) -> None:
-    self._starts = [(self._starts[-1][0], 0)] if self._starts else []
-    complete(self, *arguments)
 
 
 @mutant(GroupInFlight, "_decided")
@@ -302,29 +243,6 @@ async def first_finished(decided, self: GroupInFlight) -> list[Launched]:
             return done
         await asyncio.sleep(0.01)
     return whole.result()
-
-
-class _Overdue(generator_service.Unacknowledged):
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, float("-inf") if name == "sent_s" else value)
-
-
-@mutant(generator_service, "Unacknowledged")
-def unbounded_resend(right, *arguments: Any, **named: Any) -> _Overdue:
-    return _Overdue(*arguments, **named)
-
-
-@mutant(GeneratorService, "_send_serving")
-async def fire_and_forget(send, self: GeneratorService, *arguments: Any) -> None:
-    self._unacknowledged.clear()
-    await send(self, *arguments)
-
-
-@mutant(GeneratorService, "_handle")
-async def granted_twice_worked_twice(handle, self: GeneratorService, message: Message) -> None:
-    if isinstance(message, Grant):
-        self._working.pop(message.lease.lease_id, None)
-    await handle(self, message)
 
 
 async def _trust(self: Breaker) -> bool:
@@ -340,20 +258,7 @@ MUTANTS["outage_charges_prompts"] = [  # a group that no call of a reward could 
 # -- the learner -------------------------------------------------------------------------------------------------------
 
 
-@mutant(LearnerService, "resume")
-def version_restarts(resume, self: LearnerService, checkpoint: Any) -> None:
-    resume(self, checkpoint)
-    self.version = PolicyVersion(self.version.lineage, 0)
-
-
 # -- the journal, and what reads it ------------------------------------------------------------------------------------
-
-
-@mutant(BufferService, "_acknowledge")
-def ack_before_durable(acknowledge, self: BufferService) -> None:
-    for _, peer, ack in self._unacknowledged.values():
-        self._server.send(peer, ack)
-    self._unacknowledged.clear()
 
 
 @mutant(Journal, "append")
@@ -367,42 +272,9 @@ def manifest_after_step(append, self: Journal, record: JournalRecord, body: Any 
     append(self, record, body)
 
 
-@mutant(journal_module, "_remove_bodies")
-def retired_without_sync(remove_bodies, path: Path, disk: Any) -> None:
-    sync = disk.sync
-    disk.sync = lambda descriptor: None
-    try:
-        remove_bodies(path, disk)
-    finally:
-        disk.sync = sync
-
-
 @mutant(Journal, "_begin_again")
 def failed_sync_forgotten(begin_again, self: Journal) -> None:
     self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
     self._disk._paths[self._descriptor] = self.path  # type: ignore[attr-defined]
     self._num_written = len(self._waiting)
     self._sync()
-
-
-@mutant(Journal, "append")
-def bound_not_written(append, self: Journal, record: JournalRecord, body: Any = ()) -> None:
-    if not isinstance(record, BoundChanged):
-        append(self, record, body)
-
-
-@mutant(recovery, "bound_of")
-def recovered_under_the_bound_of_now(bound_of, lease_id: str, max_lag: Any, start: Any) -> int:
-    return start.max_lag
-
-
-@mutant(Buffer, "restore")
-def recovered_is_issued_too(restore, self: Buffer, *group: Any) -> None:
-    restore(self, *group)
-    self.prompts._claimed.clear()
-
-
-@mutant(Inbox, "request_eval")
-def evaluation_asked_for_once(request_eval, self: Inbox, step: int) -> None:
-    request_eval(self, step)
-    self._evaluate = None

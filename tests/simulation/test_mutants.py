@@ -19,8 +19,8 @@ FOUND_BY: dict[int, str] = {
     3: "granted_twice_worked_twice outage_charges_prompts",
     4: "aborted_in_silence evicted_without_refill forget_dedup released_lease_delivers stale_dropped_in_silence "
     "version_at_completion",
-    5: "no_fencing requeue_forgets_attempt slot_leak_on_failure",
-    6: "quarantine_forgotten",
+    5: "requeue_forgets_attempt slot_leak_on_failure",
+    6: "no_fencing quarantine_forgotten",
     7: "endless_poison no_lease_expiry raised_whatever_it_does",
     8: "first_finished given_back_is_charged",
     9: "pause_is_for_the_learner recovered_is_issued_too retired_too_early",
@@ -35,8 +35,8 @@ FOUND_BY: dict[int, str] = {
     56: "inherited_without_sync",
     155: "evaluation_of_another_start",
     175: "order_decided_anew",
+    243: "lag_from_newest_token",
     310: "stale_for_ever",
-    433: "lag_from_newest_token",
 }
 """Seeds, and the mutants that each found when this was written. They are tried first: the product may have changed since."""
 SEED_OF = {name: seed for seed, names in FOUND_BY.items() for name in names.split()}
