@@ -9,25 +9,14 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
-from msgspec.structs import replace
-
-from asyncgrpo.buffer import buffer as buffer_module
-from asyncgrpo.buffer import recovery
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry
-from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
-from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.generators.rollout import GroupInFlight, Launched
-from asyncgrpo.journal import history
 from asyncgrpo.journal.history import BatchIssued, Committed, JournalRecord
 from asyncgrpo.journal.log import Journal
-from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.rewards.breaker import Breaker
-from asyncgrpo.types import Lease, PolicyVersion
+from asyncgrpo.types import Lease
 from asyncgrpo.wire.rollouts import Deliver
 from tests.mutants import Mutant
 from tests.mutants import planted as planted_in_text
@@ -54,22 +43,6 @@ def mutant(owner: Any, attribute: str) -> Callable[[Callable], Callable]:
         return wrong
 
     return plant
-
-
-def answering(answer: Any, right: Any) -> Callable:
-    return lambda *_, **__: answer
-
-
-def during(what: str, other: Callable[[Any], Any], right: Callable) -> Callable:
-    """A method that runs while an attribute below its object is what `other` makes of it."""
-    holder, _, name = what.rpartition(".")
-
-    def wrong(self: Any, *arguments: Any, **named: Any) -> Any:
-        place = getattr(self, holder) if holder else self
-        with mock.patch.object(place, name, other(getattr(place, name))):
-            return right(self, *arguments, **named)
-
-    return wrong
 
 
 @contextmanager
@@ -135,6 +108,34 @@ ack_before_durable buffer.service:BufferService._acknowledge
     not self._journal.is_durable(position) -> False
 cursor_at_issue data.prompts:PromptSource.state
     frontier=self._frontier -> frontier=max(self._next, self._frontier)
+no_check_at_take buffer.buffer:Buffer._evict_stale
+    self.config.policy == "train" or -> True or
+no_check_at_take buffer.admission:deadlines_are_kept
+    return False -> return True
+no_lease_expiry buffer.buffer:Buffer.expire
+    e.leased_at_s + e.limit_s < now_s -> False
+aborted_in_silence buffer.buffer:Buffer.cancelled
+    return cancelled -> return []
+endless_poison buffer.group_health:IsolatedPrompts.interrupted
+    self._ends.update(prompt_indices) -> pass
+quarantine_forgotten buffer.group_health:Quarantine.__contains__
+    prompt_id in self.cases -> False
+groups_of_lost_weights_kept buffer.recovery:judge
+    not all(is_on(path, version) for version in one.record.versions) -> False
+bound_starts_anew buffer.recovery:reopen
+    bound_in_force(history, run_started.parent) -> None
+evicted_without_refill buffer.buffer:Buffer._end_attempt
+    self._issue_again(prompt_index) -> pass
+stale_for_ever buffer.buffer:Buffer._end_attempt
+    attempts >= self.max_attempts -> attempts >= self.max_attempts and final_reason != "always_stale"
+pause_is_for_the_learner buffer.service:BufferService._grant
+    current is None or self._steer.is_paused -> current is None
+leases_while_blocked buffer.service:BufferService._reply_to_take
+    self._batch is not None and self._journal.is_blocked is None -> self._batch is not None
+evaluation_of_another_start buffer.evaluation:Evaluations._lease
+    f"eval.{self.lineage}.{step}.{index}" -> f"eval.0.{step}.{index}"
+bound_of_now buffer.buffer:Buffer._arrive
+    entry.ready_at_s = message, payload, now_s -> entry.max_lag = message, payload, self.max_lag
 # generators and the learner
 version_at_completion engines.base:PendingCompletion.complete
     zip(self._starts, ends, strict=False) -> [((version, 0), length) for version, _ in self._starts[-1:]]
@@ -148,7 +149,23 @@ evaluation_asked_for_once learner.ranks:Inbox.request_eval
     self._evaluate = step -> pass
 fire_and_forget generators.service:GeneratorService._send_serving
     await self._client.send(message) -> self._unacknowledged.clear(); await self._client.send(message)
+checkpoint_names_no_step learner.service:LearnerService._checkpoint
+    step=self.step -> step=max(0, self.step - 1)
+outage_charges_prompts rewards.breaker:Breaker._begin_check
+    self._check is None -> False
+outage_charges_prompts rewards.breaker:Breaker.works
+    if self._streak: -> if False:
 # the journal
+torn_end_stays journal.history:repair
+    segment.torn is not None -> False
+snapshot_before_sync journal.log:Journal.sync
+    self.is_blocked is None and self._is_dirty -> False
+taken_is_trained journal.history:read_rest
+    is_on(path, PolicyVersion(version.lineage, record.step)) -> True
+retired_too_early journal.log:Journal._retire
+    self._with_bodies - set(self._unsettled.values()) - {self._number} -> self._with_bodies - {self._number}
+inherited_without_sync journal.log:Journal._begin_segment
+    self._disk.sync_file(self._inherited) -> pass
 retired_without_sync journal.log:_remove_bodies
     disk.sync(descriptor) -> pass
 """
@@ -157,54 +174,9 @@ retired_without_sync journal.log:_remove_bodies
 lines = [line.strip() for line in IN_TEXT.strip().splitlines() if not line.startswith("#")]
 for head, change in zip(lines[::2], lines[1::2], strict=True):
     name, place = head.split()
-    MUTANTS[name] = [Mutant(place, *change.split(" -> "), tests="")]
+    MUTANTS.setdefault(name, []).append(Mutant(place, *change.split(" -> "), tests=""))
 
-# -- what does nothing, or always answers the same ---------------------------------------------------------------------
-
-for name, owner, attribute, answer in (
-    ("no_check_at_take", Buffer, "_evict_stale", True),  # only admission bounds the lag: a batch is taken as it comes
-    ("no_check_at_take", buffer_module, "deadlines_are_kept", True),
-    ("no_lease_expiry", Buffer, "expire", []),  # what was leased and never came is waited for
-    ("aborted_in_silence", Buffer, "cancelled", []),  # a lease is given up, and its generator is not notified
-    ("endless_poison", IsolatedPrompts, "interrupted", None),  # the end of a generator costs its prompts nothing
-    ("quarantine_forgotten", Quarantine, "__contains__", False),  # what was dropped for what it does comes again
-    ("torn_end_stays", recovery, "repair", None),  # the last write of a killed process is not cut off
-    ("snapshot_before_sync", Journal, "sync", True),  # a checkpoint may hold a step whose manifest is not on the disk
-    ("groups_of_lost_weights_kept", recovery, "is_on", True),  # a resume trains groups of weights that are gone
-    ("taken_is_trained", history, "is_on", True),  # what was handed over before the crash, whatever the checkpoint says
-    ("bound_starts_anew", recovery, "bound_in_force", None),  # a resume forgets the bound in force
-):
-    MUTANTS.setdefault(name, []).append((owner, attribute, partial(answering, answer)))
-
-
-# -- what runs while something of its object is another ----------------------------------------------------------------
-
-
-class _NeverBlocked:
-    is_blocked = None
-
-    def __init__(self, journal: Any) -> None:
-        self._journal = journal
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._journal, name)
-
-
-for name, owner, attribute, what, other in (
-    ("evicted_without_refill", Buffer, "_give_up", "prompts.give_back", lambda right: lambda prompt_index: None),
-    ("stale_for_ever", Buffer, "_give_up", "max_attempts", lambda right: 10**6),
-    ("pause_is_for_the_learner", BufferService, "_grant", "_steer", lambda steer: replace(steer, is_paused=False)),
-    ("leases_while_blocked", BufferService, "_reply_to_take", "_journal", _NeverBlocked),
-    ("evaluation_of_another_start", Evaluations, "_lease", "lineage", lambda lineage: 0),
-    ("checkpoint_names_no_step", LearnerService, "_checkpoint", "version",
-     lambda version: PolicyVersion(version.lineage, max(0, version.number - 1))),
-    ("retired_too_early", Journal, "_retire", "_unsettled", lambda unsettled: {}),
-    ("inherited_without_sync", Journal, "_begin_segment", "_inherited", lambda path: None),
-):  # fmt: skip
-    MUTANTS[name] = [(owner, attribute, partial(during, what, other))]
-
-
-# -- the buffer --------------------------------------------------------------------------------------------------------
+# -- functions in the place of others ------------------------------------------------------------------------------------
 
 
 @mutant(Buffer, "accept")
@@ -223,16 +195,6 @@ def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: 
     return None
 
 
-@mutant(Buffer, "step_ended")
-def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
-    step_ended(self, *arguments)
-    for entry in self._entries.values():
-        entry.max_lag = self.max_lag
-
-
-# -- the generator -----------------------------------------------------------------------------------------------------
-
-
 @mutant(GroupInFlight, "_decided")
 async def first_finished(decided, self: GroupInFlight) -> list[Launched]:
     whole = asyncio.ensure_future(decided(self))
@@ -243,22 +205,6 @@ async def first_finished(decided, self: GroupInFlight) -> list[Launched]:
             return done
         await asyncio.sleep(0.01)
     return whole.result()
-
-
-async def _trust(self: Breaker) -> bool:
-    return True
-
-
-MUTANTS["outage_charges_prompts"] = [  # a group that no call of a reward could score is let go, also when none works
-    (Breaker, "_begin_check", lambda right: lambda self: None),
-    (Breaker, "works", lambda right: _trust),
-]
-
-
-# -- the learner -------------------------------------------------------------------------------------------------------
-
-
-# -- the journal, and what reads it ------------------------------------------------------------------------------------
 
 
 @mutant(Journal, "append")
