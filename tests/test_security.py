@@ -96,14 +96,14 @@ def test_what_runs_code_is_found_and_what_does_not_is_let_be():
 
 
 @cache
-def calls() -> list[tuple[str, str, str]]:
+def calls() -> list[tuple[str, str, ast.Call]]:
     trees = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")}
     nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [(file, ast.unparse(node.func), ast.unparse(node)) for file, node in nodes]
+    return [(file, ast.unparse(node.func), node) for file, node in nodes]
 
 
 def calls_of(name: str) -> Iterator[tuple[str, str]]:
-    return ((file, text) for file, function, text in calls() if function == name)
+    return ((file, ast.unparse(node)) for file, function, node in calls() if function == name)
 
 
 def test_every_end_of_the_wire_is_given_the_keys_of_the_run():

@@ -123,8 +123,7 @@ def test_abort_returns_what_was_generated(rig: Rig) -> None:
         assert completion.finish_reason == "abort"
         assert 0 < len(completion.token_ids) < LONG
         assert_spans_partition(completion)
-        if rig.reference_model is not None:
-            rig.assert_logprobs(PROMPT, completion)
+        rig.assert_logprobs(PROMPT, completion)
 
 
 def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
@@ -147,8 +146,7 @@ def test_a_completion_ends_where_the_context_is_full(rig: Rig) -> None:
     prompt = tuple(range(MAX_CONTEXT - 6))
     for completion in rig.run(rig.sample(prompt, 2, max_tokens=50)):
         assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
-        if rig.reference_model is not None:
-            rig.assert_logprobs(prompt, completion)
+        rig.assert_logprobs(prompt, completion)
 
 
 def test_it_reports_how_full_it_is_and_how_long_its_steps_took(rig: Rig) -> None:
@@ -201,8 +199,7 @@ def test_many_requests_at_once_are_each_right(every_rig: Rig) -> None:
             assert not any(stops[:-1])
             assert completion.finish_reason == ("stop" if stops[-1] else "length")
             assert stops[-1] or len(stops) == request["max_tokens"]
-            if every_rig.reference_model is not None:
-                every_rig.assert_logprobs(request["prompt"], completion, request["temperature"])
+            every_rig.assert_logprobs(request["prompt"], completion, request["temperature"])
 
 
 # --- log-probs and sampling, against transformers
@@ -360,8 +357,7 @@ def test_requests_submitted_just_before_a_change_are_right(rig: Rig, turns: int)
     for completions in (*before, after):
         for completion in completions:
             assert_spans_partition(completion)
-            if rig.reference_model is not None:
-                rig.assert_logprobs(PROMPT, completion)
+            rig.assert_logprobs(PROMPT, completion)
     assert {span.version for completion in after for span in completion.spans} == {rig.engine.version}
 
 
@@ -432,5 +428,4 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig) -> No
     version = rig.run(break_midway())
     for completion in rig.run(rig.sample(PROMPT, 2, max_tokens=8)):
         assert [span.version for span in completion.spans] == [version]
-        if rig.reference_model is not None:
-            rig.assert_logprobs(PROMPT, completion)
+        rig.assert_logprobs(PROMPT, completion)
