@@ -203,7 +203,7 @@ class Fleet(Plane):
         self._wait(lambda: all(engine.version == last for _, engine in self.members.values()), LAST_WITHIN_S)
         self.found["behind at the end"] = sum(engine.version != last for _, engine in self.members.values())
         self.found["receivers that ended"] = sum(made.failure is not None for made, _ in self.members.values())
-        self.settle(10.0)
+        self.settle(min(10.0, LAST_WITHIN_S))
         for made in self.receivers:
             made.stop()
         self._wait(lambda: not any(made.is_alive for made in self.receivers), 60.0)
