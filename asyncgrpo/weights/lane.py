@@ -288,7 +288,8 @@ class Sender:
         self._endpoint, self._keys = endpoint, keys
         self._broadcaster = Broadcaster(number, stream, host)
         self._writes: SimpleQueue[Written] = SimpleQueue()
-        self._pending: Written | None = None
+        self._pending: dict[int, Written] = {}
+        """The last write of each arena, unless it is reported."""
         self._arenas: dict[int, Tensor] = {}
         self._reports: dict[int, tuple[PartWritten, bytes]] = {}
         """Of the last write of each arena."""
@@ -339,10 +340,13 @@ class Sender:
             (report, digests), self._digested = self._digested, None
             self._reports[report.slot] = report, digests.result().tobytes()
             self._reported_s = -math.inf
-        if self._pending is None and self._digested is None and not self._writes.empty():
-            self._pending = self._writes.get()
-        if (write := self._pending) is not None and write.is_complete():
-            self._pending, self._arenas[write.slot] = None, write.flat
+        while not self._writes.empty():
+            write = self._writes.get()
+            self._pending.pop(write.slot, None)  # it was overwritten: its version is not published
+            self._pending[write.slot] = write
+        if self._digested is None and self._pending and (write := next(iter(self._pending.values()))).is_complete():
+            del self._pending[write.slot]
+            self._arenas[write.slot] = write.flat
             report = PartWritten(
                 sender=self._number,
                 slot=write.slot,

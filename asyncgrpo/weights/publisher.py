@@ -123,7 +123,7 @@ class Publisher:
         self._own_tensors: Future[Digests | None]
         """By tensor."""
         self._tensors: dict[PolicyVersion, Digests] = {}
-        """Digests of each tensor of the last versions."""
+        """Digests of each tensor of the last versions, and of others that an engine may load."""
         self._senders: dict[int, str] = {}
         """Peer of each other sender, by its number."""
         self._parts: dict[tuple[int, int], dict[int, tuple[str, Digests | None]]] = {}
@@ -422,8 +422,9 @@ class Publisher:
             return
         if (own := self._own_tensors.result()) is not None:
             self._tensors[version] = sum((tensors for _, tensors in parts.values() if tensors is not None), own)
-            for oldest in list(self._tensors)[:-VERSIONS_KEPT]:
-                del self._tensors[oldest]
+            slots = (slot for place in (self._home, *self._elsewhere.values()) for slot in place.slots)
+            kept = {*list(self._tensors)[-VERSIONS_KEPT:], *self._rounds, *(slot.version for slot in slots)}
+            self._tensors = {other: tensors for other, tensors in self._tensors.items() if other in kept}
         self._parts = {
             write: other for write, other in self._parts.items() if write[0] != slot.number or write[1] > slot.writes
         }

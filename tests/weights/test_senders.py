@@ -18,12 +18,12 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, digest, lane
-from asyncgrpo.weights.arena import Arenas, Bucket, Place, SharedTensors, Slot, Stream
+from asyncgrpo.weights.arena import Arenas, Bucket, Layout, Place, SharedTensors, Slot, Stream
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import BLOCK, add_digests
 from asyncgrpo.weights.group import WeightGroup, form_group
 from asyncgrpo.weights.lane import Deltas, Sender, Written
-from asyncgrpo.weights.publication import Checksum, SyncGap
+from asyncgrpo.weights.publication import VERSIONS_KEPT, Checksum, SyncGap
 from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client
@@ -244,6 +244,7 @@ def test_a_rank_that_is_ahead_of_another_is_not_forgotten(ranks):
     """It reports the next version before the other one has reported this one."""
     engine, goes_on = ranks.add("a", machine="m"), threading.Event()
     ranks.publish(0, late=lambda sender: sender == 2 and not goes_on.is_set())
+    wait_until(lambda: ranks.publisher._preparing, "the first version")
     last = ranks.publish(1)
     wait_until(lambda: len(ranks.publisher._parts) == 2, "a report of the next version")
     goes_on.set()
@@ -324,6 +325,36 @@ def test_a_broadcast_does_not_wait_for_the_digests_of_tensors(ranks, monkeypatch
     goes_on.set()
     wait_until(lambda: ranks.publisher.is_idle, "rest")
     assert not ranks.publisher.reports()[0].gaps
+
+
+def test_a_rank_reads_no_weights_that_were_overwritten_while_it_was_busy(ranks, monkeypatch):
+    """Else a learner whose steps are shorter than the digests of a version would leave it ever farther behind."""
+    goes_on, digests, versions = threading.Event(), Stream.tensor_digests, Counter[tuple[int, int]]()
+
+    def late(stream: Stream, layout: Layout, flat: Tensor) -> arena.Digests:
+        versions[stream.runs[0]] += 1
+        assert goes_on.wait(30.0)
+        return digests(stream, layout, flat)
+
+    monkeypatch.setattr(Stream, "tensor_digests", late)
+    engine = ranks.add("a", machine="m")
+    for number in range(5):
+        last = ranks.publish(number)
+        wait_until(lambda: len(versions) == 3, "each rank")
+    goes_on.set()
+    ranks.arrives(last, engine)
+    wait_until(lambda: ranks.publisher.is_idle, "rest")
+    assert set(versions.values()) == {2}, "of the first version and of the last"
+
+
+def test_an_engine_may_swap_to_a_version_after_many_newer_ones(ranks, monkeypatch):
+    slow, quick = ranks.add("h"), ranks.add("i")
+    slow.may_go_on.clear()
+    for number in range(VERSIONS_KEPT + 3):
+        ranks.arrives(ranks.publish(number), quick)
+    slow.may_go_on.set()
+    ranks.arrives(PolicyVersion(1, VERSIONS_KEPT + 2), slow)
+    assert len(ranks.publisher._tensors) <= VERSIONS_KEPT + 1
 
 
 @needs_namespaces
