@@ -161,11 +161,11 @@ class Stream:
         Returns:
             [tensors] uint64. Those of all streams add up to the digests of the whole tensors.
         """
-        total = np.zeros(len(layout.tensors), np.uint64)
+        total = [0] * len(layout.tensors)
         parts = layout.parts(run for bucket in self.buckets(SHARE_BYTES) for run in bucket)
         for index, digest in spread(lambda part: (part[0], layout.digest_part(flat, *part)), parts):
-            total[index] += np.uint64(digest)
-        return total
+            total[index] += digest
+        return np.array([digest % 2**64 for digest in total], np.uint64)
 
 
 class Arenas:

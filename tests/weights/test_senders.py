@@ -397,6 +397,17 @@ def test_parts_of_a_stream_are_all_of_it_and_about_equal(size, count):
     assert all(start % BLOCK == 0 for part in parts[1:] for start, _ in part.runs)
 
 
+@pytest.mark.filterwarnings("error")
+def test_digests_of_tensors_are_the_same_however_these_are_cut(monkeypatch):
+    flat = drawn(0)
+    whole = Stream([(0, SIZE)]).tensor_digests(LAYOUT, flat)
+    for name in ("BLOCK", "SHARE_BYTES"):
+        monkeypatch.setattr(arena, name, 4096)
+    other = Stream([(2, 16), (64, SIZE // 16 * 8), (SIZE // 64 * 48, SIZE - 64)])
+    parts = [other, other.rest(SIZE)]
+    assert (sum(part.tensor_digests(LAYOUT, flat) for part in parts) == whole).all()
+
+
 def test_streams_that_miss_a_byte_are_refused():
     message = WeightsLayout(tensors=LAYOUT.tensors, streams=(1, 1))
     payload = torch.tensor([[0, 8], [9, SIZE]]).numpy().tobytes()
