@@ -108,8 +108,8 @@ class Publisher:
         """The learner's arenas. Its slots are shared with the learner's loop, under `_lock`."""
         self._elsewhere: dict[str, Place] = {}
         """Those of other machines."""
-        self._early: list[tuple[str, Member, Swapped, Digests]] = []
-        """Messages about the version whose digests are not known yet."""
+        self._early: list[tuple[str, Member, Swapped, Digests, float]] = []
+        """Messages about the version whose digests are not known yet, with their times."""
         self._members: dict[str, Member] = {}
         self._missing: dict[str, Member] = {}
         self._leaving: tuple[str, ...] = ()
@@ -354,7 +354,7 @@ class Publisher:
         elif isinstance(message, Staged):
             self._staged(name, member.place, message)
         elif isinstance(message, Swapped):
-            self._swapped(name, member, message, self._digests(payload, 2))
+            self._swapped(name, member, message, self._digests(payload, 2), member.heard_s)
         elif isinstance(message, Checked) and message.version in self._rounds:
             self._check.scored(message.version, name, message.scores)
         elif isinstance(message, SyncFailed):
@@ -431,9 +431,9 @@ class Publisher:
         self._preparing = None
         self._release(HASHING)
         early, self._early = self._early, []
-        for name, member, message, tensors in early:
+        for name, member, message, tensors, swapped_s in early:
             if self._members.get(name) is member:
-                self._swapped(name, member, message, tensors)
+                self._swapped(name, member, message, tensors, swapped_s)
 
     def _tensor_digests(self, flat: Tensor) -> Digests | None:
         return self._streams[0].tensor_digests(self._layout, flat) if self._proves else None
@@ -578,11 +578,11 @@ class Publisher:
         self._abandon(place)
         place.clear()
 
-    def _swapped(self, name: str, member: Member, message: Swapped, tensors: Digests) -> None:
+    def _swapped(self, name: str, member: Member, message: Swapped, tensors: Digests, swapped_s: float) -> None:
         round_ = self._rounds.get(message.version)
         is_known = not self._proves or message.version in self._tensors
         if round_ is not None and not (round_.digest and is_known):
-            self._early.append((name, member, message, tensors))
+            self._early.append((name, member, message, tensors, swapped_s))
             return
         if message.version == member.offered:
             self._release(name, member.place)
@@ -605,7 +605,7 @@ class Publisher:
         if member.offered == message.version:
             member.offered = None
         round_.swapped[name] = message.checksum
-        round_.ended_s = time.monotonic()
+        round_.ended_s = max(round_.ended_s, swapped_s)
         if wrong := self._wrong(message.version, tensors):
             round_.differing.add(name)
             some = ", ".join(wrong[:MAX_NAMES])

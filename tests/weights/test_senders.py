@@ -268,13 +268,15 @@ def test_a_report_that_a_broken_connection_loses_is_made_up_for(ranks, monkeypat
 
 
 def test_an_engine_may_swap_before_the_digests_of_all_ranks_are_known(ranks):
-    near, goes_on = ranks.add("h"), threading.Event()
+    near, goes_on, started_s = ranks.add("h"), threading.Event(), time.monotonic()
     version = ranks.publish(0, late=lambda sender: not goes_on.is_set())
     ranks.arrives(version, near)
     wait_until(lambda: ranks.publisher._early, "the report of its swap")
+    most_s = time.monotonic() - started_s
     goes_on.set()
     wait_until(lambda: ranks.publisher.is_idle, "rest")
     (report,) = ranks.publisher.reports()
+    assert report.seconds <= most_s, "it had swapped"
     assert report.generators == ("h",) and report.digest == add_digests([digest.digest(ranks.truth[version])])
 
 
