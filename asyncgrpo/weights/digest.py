@@ -143,6 +143,8 @@ def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple
     """
     if values.ndim < 2:
         values, shape, start = values.reshape(1, -1), (1, *(shape or (1,))), (0, *(start or (0,)))
+    if not values.numel():
+        return 0
     is_on_cpu = values.device.type == "cpu"
     numbers = np.arange if is_on_cpu else partial(torch.arange, device=values.device)
     seed, total = _seed(tensor), 0

@@ -100,7 +100,7 @@ def whole(tensor: torch.Tensor, name: str = "w") -> int:
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(), (37,), (13, 24), (3, 5, 7), (2, 3, 4, 5)])
+@pytest.mark.parametrize("shape", [(), (37,), (13, 24), (3, 5, 7), (2, 3, 4, 5), (3, 0)])
 def test_the_digests_of_boxes_add_up_however_a_tensor_is_cut(shape, dtype, monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 32)
     tensor, rng = drawn_as(*shape, dtype=dtype), random.Random(0)

@@ -131,9 +131,10 @@ class OurWeightUpdater(WeightUpdater):
             if tensors:
                 model.load_weights(tensors)
             else:
-                parameters = state(model)
+                parameters, derives = state(model), hasattr(model, "post_load_weights")  # it may write parameters, too
                 for name in mapped.copies.write(parameters, tensors.arenas, tensors.slot):
-                    held.follow(name, parameters[name])
+                    if not derives:
+                        held.follow(name, parameters[name])
                 post_load_weights(model)  # which the loader calls, too: weights that a model derives
             current_platform.synchronize()  # the GPU has then finished reading the tensors
             tensors.require_intact()
