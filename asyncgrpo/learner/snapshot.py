@@ -64,7 +64,8 @@ class Snapshot:
         """True if all ranks write into the arenas of rank 0."""
         self._arenas = Arenas.create(self._layout) if rank == self._mates[0] != 0 else None
         self._files = _gather(self._arenas.file if self._arenas else "", world)
-        runs = [[(0, self._layout.num_bytes)]] * world if self.is_whole else _gather(self._runs(), world)
+        whole = [[(0, self._layout.num_bytes)], *[[]] * (world - 1)]
+        runs = whole if self.is_whole else _gather(self._runs(), world)
         self._parts_sent: dict[int, Stream] = {}
         """What each rank sends that sends."""
         for ranks in mates.values():

@@ -118,6 +118,7 @@ class Stream:
         """
         self.runs: list[tuple[int, int]] = []
         for start, end in sorted(runs):
+            assert not self.runs or self.runs[-1][1] <= start, "a byte would be sent twice"
             if self.runs and self.runs[-1][1] == start:
                 start = self.runs.pop()[0]
             if start < end:

@@ -14,7 +14,8 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner import publishing, snapshot
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout
+from asyncgrpo.weights import arena
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Stream
 from tests.learner.helpers import FAMILIES, config, learner, random_groups, weights
 from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_qwen3, make_tiny_qwen3_moe
@@ -81,11 +82,23 @@ def machines_publish(rank: int, world: int, folder: str) -> None:
         return gather(tensor)
 
     publishing.gather = counted
+    if world > 1:
+        parts_of_one_machine(folder, rank, world)
     snapshot.same_machine = lambda: f"machine {min(rank, 1)}"
     for case in CASES if world > 1 else ("tied", "adapters"):
         publish(learner_of(case, folder, rank, world), case, gathered)
     if rank == 0:
         Path(folder, f"done-{world}").touch()
+
+
+def parts_of_one_machine(folder: str, rank: int, world: int) -> None:
+    """Each byte is sent by one rank, and each rank sends about as many."""
+    block, arena.BLOCK = arena.BLOCK, 256
+    sent = learner_of("qwen3", folder, rank, world).snapshot
+    arena.BLOCK = block
+    sizes = [sum(end - start for start, end in part.runs) for part in sent._parts_sent.values()]
+    assert len(sizes) == world and sum(sizes) == sent._layout.num_bytes and max(sizes) - min(sizes) <= 256 * world
+    assert not Stream(run for part in sent._parts_sent.values() for run in part.runs).rest(sum(sizes)).runs
 
 
 def publish(learner: Learner, case: str, gathered: list[str]) -> None:
