@@ -154,6 +154,18 @@ class SyncCheck:
         return gaps
 
 
+# -- log lines ---------------------------------------------------------------------------------------------------------
+
+MAX_NAMES = 20
+"""Names in a log line."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"{', '.join(names[:MAX_NAMES])}{more}"
+
+
 # -- members and publications ------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,6 @@ from queue import SimpleQueue
 from typing import cast
 
 import numpy as np
-from torch import Tensor
 
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
@@ -37,7 +36,7 @@ from asyncgrpo.weights.delta import Packed, State
 from asyncgrpo.weights.digest import add_digests
 from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import Deltas, GroupLane
-from asyncgrpo.weights.publication import VERSIONS_KEPT, Member, Publication, Round, SyncCheck, SyncGap
+from asyncgrpo.weights.publication import VERSIONS_KEPT, Member, Publication, Round, SyncCheck, SyncGap, listed
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode, kinds_of
 from asyncgrpo.wire.sockets import Client, Keys, Server
@@ -61,8 +60,6 @@ READ = kinds_of(ToPublisher)
 
 ATTEMPTS = 3
 """Offers of one version to a generator that reports a wrong digest or checksum, before the run fails."""
-MAX_NAMES = 20
-"""Names in a log line."""
 POLL_S = 0.2
 POLL_WHILE_SENDING_S = 0.02
 POLL_WHILE_WRITING_S = 0.005
@@ -120,8 +117,8 @@ class Publisher:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
         self._own_digest = ""
         """Of this process's part of what is being prepared."""
-        self._own_tensors: Future[Digests | None]
-        """By tensor."""
+        self._own_tensors: Future[Digests] | None = None
+        """By tensor; None: they are not compared."""
         self._tensors: dict[PolicyVersion, Digests] = {}
         """Digests of each tensor of the last versions, and of others that an engine may load."""
         self._senders: dict[int, str] = {}
@@ -407,7 +404,8 @@ class Publisher:
             self._offer_newest()
             flat = self._arenas.arena(self._layout, slot.number)
             self._own_digest = self._streams[0].digest(flat)
-            self._own_tensors = self._hashing.submit(self._tensor_digests, flat)
+            if self._proves:
+                self._own_tensors = self._hashing.submit(self._streams[0].tensor_digests, self._layout, flat)
         version, parts = cast(PolicyVersion, slot.version), self._parts.get((slot.number, slot.writes), {})
         late = set(range(1, len(self._streams))) - parts.keys()
         if not late and not slot.digest:
@@ -418,9 +416,10 @@ class Publisher:
             late |= {sender for sender, (_, tensors) in parts.items() if tensors is None}
         if late and time.monotonic() - self._preparing_s > self._config.timeout_s + self._read_s:
             raise WeightsError(f"learner senders {sorted(late)} have not written the weights of {version} in time")
-        if late or not self._own_tensors.done():
+        if late or (self._own_tensors is not None and not self._own_tensors.done()):
             return
-        if (own := self._own_tensors.result()) is not None:
+        if self._own_tensors is not None:
+            own = self._own_tensors.result()
             self._tensors[version] = sum((tensors for _, tensors in parts.values() if tensors is not None), own)
             slots = (slot for place in (self._home, *self._elsewhere.values()) for slot in place.slots)
             kept = {*list(self._tensors)[-VERSIONS_KEPT:], *self._rounds, *(slot.version for slot in slots)}
@@ -434,9 +433,6 @@ class Publisher:
         for name, member, message, tensors, swapped_s in early:
             if self._members.get(name) is member:
                 self._swapped(name, member, message, tensors, swapped_s)
-
-    def _tensor_digests(self, flat: Tensor) -> Digests | None:
-        return self._streams[0].tensor_digests(self._layout, flat) if self._proves else None
 
     def _offer_newest(self) -> None:
         """Offer the newest weights of its place to each generator whose engine is idle."""
@@ -608,8 +604,8 @@ class Publisher:
         round_.ended_s = max(round_.ended_s, swapped_s)
         if wrong := self._wrong(message.version, tensors):
             round_.differing.add(name)
-            some = ", ".join(wrong[:MAX_NAMES])
-            log.error("%s: %d tensors are not those of weights %s: %s", name, len(wrong), message.version, some)
+            what = f"{len(wrong)} tensors are not those of weights {message.version}: {listed(wrong)}"
+            log.error("%s: %s", name, what)
         for version, other in self._rounds.items():
             if version <= message.version:
                 other.waits_for.discard(name)  # an older version will not be loaded any more

@@ -69,7 +69,7 @@ class Copies:
         A stream of a GPU has all the copies queued before the first name is returned.
 
         Yields:
-            Each parameter, once it is written as far as the present stream is concerned.
+            Each parameter, once the present stream waits for its copies.
         """
         flat, device = arenas.arena(self._layout, slot), next(iter(parameters.values())).device
         streams = torch.get_device_module(device)

@@ -30,12 +30,12 @@ import torch
 
 from asyncgrpo.data.images import Images
 from asyncgrpo.engines.base import Engine, EngineOccupancy, Request
-from asyncgrpo.engines.sglang.proof import Proof, listed, question
+from asyncgrpo.engines.sglang.proof import Proof, question
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.host import last_error, stderr_size
 from asyncgrpo.types import Completion, KeptTokens, PolicyVersion, Sampling, VersionSpan
 from asyncgrpo.weights.arena import SharedTensors
-from asyncgrpo.weights.publication import Checksum
+from asyncgrpo.weights.publication import Checksum, listed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from asyncgrpo.weights.digest import box_digest, box_digests, spread
+from asyncgrpo.weights.publication import listed
 
 # -- the plan: traced in the model's own loader ------------------------------------------------------------------------
 
@@ -359,8 +360,6 @@ Given = Sequence[tuple[str, Tensor]]
 
 PLAN = "plan "
 """Prefix of a request for the plan; the published tensors follow as JSON."""
-MAX_NAMES = 20
-"""Names in a log line."""
 
 
 # -- in a scheduler ----------------------------------------------------------------------------------------------------
@@ -523,9 +522,7 @@ class Proof:
         Args:
             ranks: checksum of each scheduler.
         """
-        digests: dict[_Kind, int] = {}
-        for rank, made in zip(ranks, self._made, strict=True):
-            digests |= {kind: int(rank.get(number, "0"), 16) for number, (_, kind) in made.items()}
+        digests = {kind: digest for *_, kind, digest in self._found(ranks)}
         sums = Counter[str]()
         for kind, digest in digests.items():
             sums[kind.box.tensor] += digest
@@ -560,11 +557,15 @@ class Proof:
 
     def _wrong(self, ranks: Sequence[Mapping[str, str]]) -> Iterable[tuple[str, int, str]]:
         known = dict(self._digests)
+        for name, rank, number, kind, digest in self._found(ranks):
+            if digest != known.setdefault(kind, digest):
+                yield name, rank, number
+
+    def _found(self, ranks: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, int, str, _Kind, int]]:
+        """Yield parameter, scheduler, number, box and digest of each part."""
         for rank, made in enumerate(self._made):
             for number, (name, kind) in made.items():
-                digest = int(ranks[rank].get(number, "0"), 16)
-                if digest != known.setdefault(kind, digest):
-                    yield name, rank, number
+                yield name, rank, number, kind, int(ranks[rank].get(number, "0"), 16)
 
     def summary(self) -> str:
         """Return a log line: the parameters that are proved from now on."""
@@ -572,8 +573,3 @@ class Proof:
         line = f"each version is proved in {len(proved)} parameters of the model"
         line += f", not in {listed(self.left_out)}, which the loader changes" if self.left_out else ""
         return line + (f", not of {listed(list(self.untraced))}" if self.untraced else "")
-
-
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return f"{', '.join(names[:MAX_NAMES])}{more}"
