@@ -3,8 +3,8 @@
     python -m benchmarks.weights_arithmetic
 
 Half of the GPUs learn; with 8 all share a machine, otherwise a machine has 8 that do the same. The stages follow one another:
-copy to the host, digest, broadcast, upload. A generator copies a bucket to the host and digests it while the next one arrives. A
-GPU digests a parameter while others are uploaded, learner ranks digest the sent tensors. Each GPU has a link of its own.
+copy to the host, broadcast, upload. Learner ranks digest what they send beside the broadcast. A generator copies a bucket to the
+host and digests it while the next one arrives. A GPU digests a parameter while others are uploaded.
 """
 
 from asyncgrpo.config.memory import PCIE_BYTES_PER_S as PCIE
@@ -16,8 +16,8 @@ MODELS = {"8B": (8.19e9, 1, (8, 16, 64)), "32B": (32.8e9, 2, (16, 64)), "70B": (
 GPUS_OF_A_MACHINE = 8
 NICS = {"8 x 400 Gb/s": (50 * GB, 8), "400 Gb/s": (50 * GB, 1), "25 GbE": (3.125 * GB, 1)}
 """Bytes that a link of a machine carries in a second, and its links."""
-CORES, DIGEST = 8, 8.4 * GB
-"""Cores of a process that digests, and the bytes that each digests in a second, as measured beside an H200."""
+CORES, DIGEST = 16, 5 * GB
+"""Cores of a process that digests, and the bytes that each digests in a second: half of what an AMD EPYC does, an assumption."""
 MEMORY = 200 * GB
 """Bytes that all processes of a machine digest in a second at most, because they share its memory: an assumption."""
 FEWER, COMPARE, APPLY = 33.7, 2.5 * GB, 8.5 * GB
@@ -32,8 +32,7 @@ def stages(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float,
     if is_one:
         return local
     sent, received = (size / min(processes * CORES * DIGEST, MEMORY) for processes in (GPUS_OF_A_MACHINE, engines))
-    arrival = max(size / nic[0] / nic[1], size / PCIE / GPUS_OF_A_MACHINE, received)
-    return local | {"digest": sent / machines, "arrival": arrival}
+    return local | {"arrival": max(size / nic[0] / nic[1], size / PCIE / GPUS_OF_A_MACHINE, received, sent / machines)}
 
 
 def delta(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float, int]) -> float | None:
@@ -42,7 +41,7 @@ def delta(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float, 
     compare = size / (CORES * COMPARE)
     if not GPUS_OF_A_MACHINE < gpus <= 2 * GPUS_OF_A_MACHINE or compare > size / nic[0] / nic[1]:
         return None
-    fixed = local["stall"] + local["digest"] + local["pause"]
+    fixed = local["stall"] + local["pause"]
     return fixed + compare + size / FEWER / nic[0] + size / (CORES * APPLY) + size / (CORES * DIGEST)
 
 

@@ -29,10 +29,11 @@ from torch.distributed.tensor import DTensor
 
 from asyncgrpo.cluster.wiring import joined_ranks
 from asyncgrpo.config.schema import WeightsConfig
-from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
+from asyncgrpo.engines.torch.engine import replace_tensors
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Arenas, IsWritten
+from asyncgrpo.weights.digest import tensor_digest
 from asyncgrpo.weights.group import GlooGroup
 from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.publisher import Publisher
@@ -224,7 +225,7 @@ def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list) ->
         started = time.perf_counter()
         replace_tensors(places, tensors)
         pauses.append(time.perf_counter() - started)
-        return Checksum(weights_digest(places.items()))
+        return Checksum.of([tensor_digest(tensor, name) for name, tensor in places.items()])
 
     Receiver(endpoint, generator_id=name, incarnation="0", host=HOST, apply=apply, keys=None).start()
     while True:

@@ -530,7 +530,6 @@ class LearnerActor:
             bind=config.cluster.bind,
             host=host,
             keys=self._setup.keys,
-            proves=config.generators.engine == "sglang",
         )
         return LearnerReady(host, metrics_address, self._store.port, self._publisher.endpoint)
 
@@ -557,10 +556,7 @@ class LearnerActor:
                 learner.load(str(self._setup.checkpoint / "resume"))
             team = Team(rank, world)
             if team.rank > 0:
-                host, keys = host_of(config), self._setup.keys
-                learner.snapshot.connect(
-                    leader.weights_endpoint, host, keys, proves=config.generators.engine == "sglang"
-                )
+                learner.snapshot.connect(leader.weights_endpoint, host_of(config), self._setup.keys)
                 follow(learner, team)
                 return "done"
             return self._lead(learner, team, buffer_endpoint, about)

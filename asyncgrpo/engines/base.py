@@ -166,7 +166,7 @@ class Engine(ABC, Generic[R]):
 
     @abstractmethod
     async def checksum(self) -> Checksum:
-        """Return digests of the engine's weights. Raises EngineError: they are known not to be those loaded last."""
+        """Return digests of the engine's weights. Raises EngineError: they cannot be read."""
 
     @abstractmethod
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:

@@ -15,10 +15,10 @@ from statistics import NormalDist
 import xxhash
 
 from asyncgrpo.engines.base import Engine, EngineOccupancy, PendingCompletion, Request
-from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
 from asyncgrpo.weights.arena import SharedTensors
+from asyncgrpo.weights.digest import tensor_digest
 from asyncgrpo.weights.publication import Checksum
 
 
@@ -57,7 +57,7 @@ class FakeEngine(Engine[FakeRequest]):
     def __post_init__(self) -> None:
         super().__init__()
         self._steps, self._step_s = 0, 0.0
-        self._checksum = Checksum(weights_digest(()))
+        self._checksum = Checksum.of(())
 
     async def start(self, version: PolicyVersion) -> None:
         self._started(version)
@@ -96,7 +96,7 @@ class FakeEngine(Engine[FakeRequest]):
             await request.sampler
 
     async def _load(self, tensors: SharedTensors, version: PolicyVersion, *, keep_kv: bool) -> None:
-        self._checksum = Checksum(weights_digest(tensors))
+        self._checksum = Checksum.of([tensor_digest(tensor, name) for name, tensor in tensors])
 
     async def _sample(self, request: FakeRequest) -> None:
         """Sample one token for every unfinished completion of the request at a time, until all are complete."""

@@ -344,7 +344,7 @@ class Recorder:
             checksum="ok",
             bytes=publication.num_bytes,
             sent_bytes=publication.sent_bytes,
-            digest=publication.digest,
+            weights_digest=publication.digest,
             attempts=publication.attempts,
             **fields,
         )

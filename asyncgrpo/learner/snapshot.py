@@ -80,19 +80,17 @@ class Snapshot:
         """What each sender but rank 0 sends."""
         return list(self._parts_sent.values())[1:]
 
-    def connect(self, endpoint: str, host: str, keys: Keys | None, *, proves: bool = False) -> None:
+    def connect(self, endpoint: str, host: str, keys: Keys | None) -> None:
         """Connect to the publisher of rank 0, if this rank sends.
 
         Args:
             endpoint: of the publisher.
             host: address of this process for the generators.
-            proves: as for the publisher.
         """
         if self._rank in self._parts_sent:
             number = list(self._parts_sent).index(self._rank)
             stream = self._parts_sent[self._rank]
-            layout = self._layout if proves else None
-            self._sender = Sender(number, stream, endpoint=endpoint, host=host, keys=keys, layout=layout)
+            self._sender = Sender(number, stream, endpoint=endpoint, host=host, keys=keys, layout=self._layout)
 
     def write(self, arenas: Arenas, slot: int) -> IsWritten | None:
         """Write the weights of rank 0 into its arena number `slot`. Collective; the other ranks `join`.

@@ -167,7 +167,7 @@ KINDS: dict[str, Kind] = {
         "checksum": _must(str, "`ok`: a version whose checksums differ is offered again"),
         "bytes": _may(int, "bytes of the weights"),
         "sent_bytes": _may(int, "bytes sent to machines, or read by engines beside the learner, retries included"),
-        "digest": _may(str, "digest of the sent bytes"),
+        "weights_digest": _may(str, "digest of the sent tensors"),
         "attempts": _may(int, "number of times it was offered"),
         "left_out": _may(tuple[str, ...], "generators that it did not reach; absent if it reached all"),
         "gap_mean": _may(float | None, "the sync gap: mean abs(learner - engine) log-prob of the check sequences under this "

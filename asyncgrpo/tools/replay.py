@@ -45,8 +45,7 @@ from asyncgrpo.learner.snapshot import POLL_EVERY_S
 from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Arenas, Layout
-from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.arena import Arenas, Layout, Stream, digest_of
 from asyncgrpo.weights.group import serve_store, visit_store
 from asyncgrpo.wire.codec import encode, unpack_batch
 from asyncgrpo.wire.rollouts import Batch, Deliver
@@ -383,7 +382,9 @@ class Replay:
         self._steps = {event["version"]: event for event in recorded if event["event"] == "step"}
         changes = [event for event in recorded if event["event"] == "lr_changed"]
         self._rates = [] if any(o.startswith("learner.lr=") for o in overrides) else changes
-        self._digests = {event["version"]: event.get("digest") for event in recorded if event["event"] == "sync"}
+        self._digests = {
+            event["version"]: event.get("weights_digest") for event in recorded if event["event"] == "sync"
+        }
         self._result = Replayed()
 
     def run(self, on_step: Callable[[Pair], None] = lambda pair: None) -> Replayed:
@@ -481,7 +482,7 @@ def _digest(learner: Learner, team: Team) -> str:
         is_written = learner.snapshot.write(arenas, 0)
         while is_written is not None and not is_written():
             time.sleep(POLL_EVERY_S)
-        return add_digests([digest(arenas.arena(layout))])
+        return digest_of(Stream([(0, layout.num_bytes)]).digests(layout, arenas.arena(layout)))
     finally:
         arenas.close()
 

@@ -31,17 +31,19 @@ from asyncgrpo import scratch
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.delta import Span, State
-from asyncgrpo.weights.digest import BLOCK, SHARE_BYTES, digest_pieces, run_digest, spread
+from asyncgrpo.weights.delta import Span
+from asyncgrpo.weights.digest import SHARE_BYTES, run_digest, spread
 
 log = logging.getLogger(__name__)
 
 IsWritten = Callable[[], bool]
 """True once every byte of an arena is written. Raises WeightsError: it cannot be completed."""
 Digests = NDArray[np.uint64]
-"""Digests of tensors."""
+"""Digests of tensors. Their sum is that of the publication."""
 Bucket = list[tuple[int, int]]
 """Start and end of each run of a broadcast, bytes."""
+BLOCK = 2**20
+"""Streams are cut at its multiples only, bytes, so that no element is cut."""
 ALIGNMENT = 64
 """Alignment of every tensor, bytes: a view of any dtype is aligned."""
 SLOTS = 2
@@ -73,7 +75,7 @@ class Layout:
         for info, (start, end, dtype) in zip(self.tensors, self._places, strict=True):
             yield info, flat[start:end].view(dtype).view(info.shape)
 
-    def parts(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         """Yield each tensor's part of these runs: index of the tensor, start and end, bytes."""
         for start, end in runs:
             index = bisect_right(self._places, start, key=lambda place: place[0]) - 1
@@ -97,10 +99,26 @@ class Layout:
         start, end = self.run(name, first, prod(shape))
         return flat[start:end].view(self._by_name[name][2]).view(shape)
 
-    def digest_part(self, flat: Tensor, index: int, start: int, end: int) -> int:
-        """Return the digest of the elements of a tensor in these bytes of `flat`, [num_bytes] uint8."""
-        info, (first, _, dtype) = self.tensors[index], self._places[index]
-        return run_digest(flat[start:end].view(dtype), info.name, info.shape, (start - first) // dtype.itemsize)
+    def digests(self, flat: Tensor, runs: Iterable[tuple[int, int]]) -> Digests:
+        """Return the digest of the elements of each tensor in some runs, computed by several threads.
+
+        Args:
+            flat: [num_bytes] uint8.
+            runs: start and end of each, bytes. They are consumed lazily: a run must be complete only when it is yielded.
+        Returns:
+            [tensors] uint64. Those of all runs of a publication add up to the digests of the whole tensors.
+        """
+
+        def work(part: tuple[int, int, int]) -> tuple[int, int]:
+            index, start, end = part
+            info, (first, _, dtype) = self.tensors[index], self._places[index]
+            at = (start - first) // dtype.itemsize
+            return index, run_digest(flat[start:end].view(dtype), info.name, info.shape, at)
+
+        total = [0] * len(self.tensors)
+        for index, digest in spread(work, self._parts(runs)):
+            total[index] += digest
+        return np.array([digest % 2**64 for digest in total], np.uint64)
 
     @property
     def spans(self) -> list[Span]:
@@ -130,12 +148,12 @@ class Stream:
         return Stream(zip(starts, [*(start for start, _ in self.runs), num_bytes], strict=True))
 
     def split(self, count: int) -> list["Stream"]:
-        """Return at most `count` parts of about equal size, cut between blocks of the digest."""
+        """Return at most `count` parts of about equal size, cut between blocks."""
         size = sum(end - start for start, end in self.runs)
         return [Stream(part) for part in self.buckets(BLOCK + size // count)]
 
     def buckets(self, size: int) -> Iterator[Bucket]:
-        """Yield runs of at most `size` bytes together, at least a block of the digest. A run is cut between blocks only."""
+        """Yield runs of at most `size` bytes together, at least a block. A run is cut between blocks only."""
         bucket: Bucket = []
         room = size
         for start, end in self.runs:
@@ -152,21 +170,9 @@ class Stream:
         if bucket:
             yield bucket
 
-    def digest(self, flat: Tensor) -> str:
-        """Return the digest of these runs of a publication, [num_bytes] uint8; 16 hex digits."""
-        return digest_pieces(flat, (run for bucket in self.buckets(SHARE_BYTES) for run in bucket))
-
-    def tensor_digests(self, layout: Layout, flat: Tensor) -> Digests:
-        """Return the digest of the elements of each tensor in these runs of a publication, [num_bytes] uint8.
-
-        Returns:
-            [tensors] uint64. Those of all streams add up to the digests of the whole tensors.
-        """
-        total = [0] * len(layout.tensors)
-        parts = layout.parts(run for bucket in self.buckets(SHARE_BYTES) for run in bucket)
-        for index, digest in spread(lambda part: (part[0], layout.digest_part(flat, *part)), parts):
-            total[index] += digest
-        return np.array([digest % 2**64 for digest in total], np.uint64)
+    def digests(self, layout: Layout, flat: Tensor) -> Digests:
+        """Return the digest of the elements of each tensor in this stream, as `Layout.digests`."""
+        return layout.digests(flat, (run for bucket in self.buckets(SHARE_BYTES) for run in bucket))
 
 
 class Arenas:
@@ -183,8 +189,8 @@ class Arenas:
         self.file = path.name
         self.flags = self.memory[-PAGE:].view(torch.int64)
         """[512] int64 after the arenas: snapshots written by each learner rank, and from the end, writes of each arena."""
-        self.state: State | None = None
-        """The weights that this process received into them last, or its part of them."""
+        self.version: PolicyVersion | None = None
+        """Of the weights that this process received into them last, or of its part of them."""
         self._finalizers: list[Callable[[], object]] = []
         self._is_pinned = False
 
@@ -212,7 +218,7 @@ class Arenas:
 
     def begin(self, slot: int, writes: int) -> None:
         """Note that an arena is about to be written, for the `writes`-th time."""
-        self.state = None
+        self.version = None
         self.flags[_counter(slot)] = writes
 
     def tensors(self, layout: Layout, slot: int, writes: int) -> "SharedTensors":
@@ -249,17 +255,11 @@ class Slot:
     version: PolicyVersion | None = None
     is_ready: bool = False
     """True if it may be read."""
-    digest: str = ""
-    """Empty until it is computed."""
     is_written: IsWritten | None = None
     """None: every byte is written."""
     readers: set[str] = field(default_factory=set)
     is_ours: bool = False
     """True while it is being filled."""
-
-    @property
-    def state(self) -> State | None:
-        return None if self.version is None else State(self.version, self.digest)
 
 
 @dataclass(eq=False)
@@ -276,8 +276,8 @@ class Place:
     """File to whose weights the deltas apply that are being received."""
     awaited: set[str] = field(default_factory=set)
     """Receivers that have not received their part yet."""
-    received: list[str] = field(default_factory=list)
-    """Digests of the other parts."""
+    received: int = 0
+    """Sum of the digests of the other parts."""
     receiving_s: float = 0.0
     """Time of the offer, `time.monotonic`."""
     failures: int = 0
@@ -286,9 +286,9 @@ class Place:
     """Start of their names."""
 
     @property
-    def state(self) -> State | None:
-        """The newest weights."""
-        return None if self.newest is None else self.newest.state
+    def version(self) -> PolicyVersion | None:
+        """Of the newest weights."""
+        return None if self.newest is None else self.newest.version
 
     def choose(self, names: Sequence[str], mark: str) -> None:
         """Let these generators receive into new files; the first of them, with this mark of its process, owns the files."""
@@ -308,12 +308,12 @@ class Place:
         self.slots.append(Slot())
         return self.slots[-1]
 
-    def receive(self, slot: Slot, state: State, names: Sequence[str]) -> None:
+    def receive(self, slot: Slot, version: PolicyVersion, names: Sequence[str]) -> None:
         """Note that these receivers were offered these weights."""
-        slot.version, slot.digest = state
+        slot.version = version
         slot.writes, slot.file = next(_numbers), f"{self._files}-{self.slots.index(slot)}"
         self.base = "" if self.newest is None else self.newest.file
-        self.receiving, self.receiving_s, self.awaited, self.received = slot, time.monotonic(), set(names), []
+        self.receiving, self.receiving_s, self.awaited, self.received = slot, time.monotonic(), set(names), 0
         self.newest = None if slot is self.newest else self.newest
 
     def awaits(self, name: str, writes: int) -> bool:
@@ -368,6 +368,11 @@ class Mappings(dict[str, Arenas]):
             del self[name]
         self[file] = made
         return made
+
+
+def digest_of(digests: Digests) -> str:
+    """Return the digest of a publication, 16 hex digits."""
+    return f"{int(digests.sum()):016x}"
 
 
 def stride(layout: Layout) -> int:

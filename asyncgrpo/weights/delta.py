@@ -3,7 +3,7 @@
 A small step changes few bfloat16 weights. Elements are compared as integers, so NaN, infinities and -0.0 need no special case.
 A delta holds pieces of tensors: blocks with the positions of their changes, and runs of which too many elements change.
 Values are absolute, so applying a delta again is harmless. A delta names its base and applies to that base only; the digest of
-the result is compared with the learner's.
+the result is compared with that of what the learner has.
 """
 
 import itertools
@@ -39,14 +39,6 @@ class Span(NamedTuple):
     """Bytes of an element: 1, 2, 4 or 8. Starts and lengths are multiples of it."""
 
 
-class State(NamedTuple):
-    """The weights that an arena holds."""
-
-    version: PolicyVersion
-    digest: str
-    """See `weights.digest`: 16 hex digits."""
-
-
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """New bits of some elements of one tensor."""
 
@@ -77,8 +69,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 class Delta(msgspec.Struct, frozen=True, array_like=True):
     """The changes from the weights `before` to the weights `after`."""
 
-    before: State
-    after: State
+    before: PolicyVersion
+    after: PolicyVersion
     pieces: tuple[Piece, ...]
 
     def apply(self, target: Tensor) -> None:
@@ -92,7 +84,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True):
             for _ in spread(lambda piece: piece.write(flat), self.pieces):
                 pass
         except (TypeError, ValueError, IndexError) as error:
-            raise WeightsError(f"a delta to {self.after.version} does not fit {len(flat)} bytes: {error}") from error
+            raise WeightsError(f"a delta to {self.after} does not fit {len(flat)} bytes: {error}") from error
 
 
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Delta)
@@ -174,6 +166,6 @@ def _differing(ours: NDArray[np.uint8], theirs: NDArray[np.uint8], itemsize: int
 class Packed(NamedTuple):
     """An encoded delta."""
 
-    before: State
-    after: State
+    before: PolicyVersion
+    after: PolicyVersion
     payload: bytes

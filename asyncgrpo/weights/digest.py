@@ -1,27 +1,20 @@
-"""Digests of published weights, of 64 bits: of their bytes, of a tensor's elements; and the threads that compute them.
-
-The digest of a publication is the sum of the digests of its parts:
-
-    digest = sum over blocks of  xxh3_64(bytes of the block, seed = offset of its first byte)   modulo 2^64
-
-A block is 1 MiB of the publication; the last one may be shorter. Parts cut at block boundaries add up, in any order. An
-accidental change of a block goes undetected with probability about 2^-64. The same holds for a block that is missing,
-truncated, at another offset or exchanged for another. This is an empirical property of a good hash, not a proof.
-
-It is computed on a CPU, where xxh3 runs at about the memory bandwidth of a core. Weights on a GPU need a copy in host
-memory, from which engines load them.
+"""Digests of tensors, of 64 bits, and the threads that compute them.
 
 The digest of a tensor is the sum of the digests of its boxes, for any partition of the tensor into boxes:
 
     digest = sum over rows r and words w of  bits(r, w) R(r) C(w)   modulo 2^64
 
-The last dimension is the columns, all others are the rows. A word is an element of at least 4 bytes, or 4 bytes of smaller
-neighbours in a row; `bits` are its bits as an integer. R and C are odd numbers that a hash draws for each row and word. So a
-process that holds some boxes computes their digests in place. A box that cuts a word counts the bits of its own elements.
+The last dimension is the columns, all others are the rows. A word is an element of 4 bytes, or 4 bytes of smaller neighbours in
+a row, or half of a larger element; `bits` are its bits as an integer. A hash of the tensor's name draws odd numbers: R(r) for
+each row, and C(w) for each even word. C(w + 1) = (2^32 + 1) C(w), so that a CPU multiplies two words at once. A process that
+holds some boxes computes their digests in place. A box that cuts a word counts the bits of its own elements.
 
 A change of one element is always detected, because its factor is odd times at most 2^24. Several changes are missed if they
 cancel under the pseudorandom factors: with probability about 2^-64; in the worst case, where only signs of the last elements
-of words change, 2^-33, because their bits are multiples of 2^31. Neither digest protects against an adversary.
+of words change, 2^-33, because their bits are multiples of 2^31. Two words that share a factor cancel only if one goes from all
+zeros to all ones or back. The digest does not protect against an adversary.
+
+The digest of a publication is the sum of those of its tensors.
 """
 
 import itertools
@@ -42,7 +35,7 @@ from asyncgrpo.host import cores
 
 # -- threads: copies, xxHash and NumPy release the GIL while they work, so threads run in parallel ---------------------
 
-MOST = 8
+MOST = 16
 CORES_EACH = 8
 """Cores per thread: a machine with GPUs has about so many per GPU, and its other processes work at the same time."""
 SHARE_BYTES = 2**26
@@ -85,51 +78,16 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads(), thread_name_prefix="weights-bytes")
 
 
-# -- the digest of a publication ---------------------------------------------------------------------------------------
-
-BLOCK = 2**20
-"""Bytes hashed at once: few enough to be still in the cache of the core that wrote them."""
-_MASK = 2**64 - 1
-
-
-def digest(flat: Tensor, start: int = 0) -> int:
-    """Return the digest of a part of a publication.
-
-    Args:
-        flat: [n] uint8, contiguous.
-        start: its offset in the publication, bytes. If a part begins or ends within a block, its piece of that block is
-            hashed as a block of its own.
-    """
-    content, end, total = flat.cpu().numpy().data, start + len(flat), 0
-    edges = [start, *range(start - start % BLOCK + BLOCK, end, BLOCK), end]
-    for a, b in itertools.pairwise(edges):
-        if a < b:
-            total += xxhash.xxh3_64_intdigest(content[a - start : b - start], a)
-    return total & _MASK
-
-
-def digest_pieces(flat: Tensor, pieces: Iterable[tuple[int, int]]) -> str:
-    """Return the digest of a publication, [num_bytes] uint8, computed by several threads; 16 hex digits.
-
-    Args:
-        pieces: start and end of each piece, bytes. The iterable is consumed lazily: a piece must be complete only when it
-            is yielded.
-    """
-    return add_digests(spread(lambda piece: digest(flat[slice(*piece)], piece[0]), pieces))
-
-
-def add_digests(parts: Iterable[int | str]) -> str:
-    """Return the digest of a publication from those of its parts, as numbers or 16 hex digits each; 16 hex digits."""
-    return f"{sum(int(part, 16) if isinstance(part, str) else part for part in parts) & _MASK:016x}"
-
-
 # -- the digest of a tensor --------------------------------------------------------------------------------------------
 
-_AT_ONCE = 2**17
-"""Words widened to 8 bytes at once: they fit in a core's cache."""
+_AT_ONCE = 2**15
+"""Integers of 8 bytes that are multiplied at once: they fit in a core's cache."""
 _AT_ONCE_ON_DEVICE = 2**24
 _WORD = 4
-"""Bytes that are multiplied at once. Of bfloat16 this halves the products, and so the time."""
+"""Bytes of a word."""
+_HALF = np.uint64(32)
+"""Bits of a word, to shift by."""
+_MASK = 2**64 - 1
 _PATTERN = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}
 
 
@@ -148,7 +106,7 @@ def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple
     is_on_cpu = values.device.type == "cpu"
     numbers = np.arange if is_on_cpu else partial(torch.arange, device=values.device)
     seed, total = _seed(tensor), 0
-    width, columns = _columns(~seed, values, start[-1], numbers)
+    width, columns = _columns(~seed, values, start[-1], numbers, in_pairs=is_on_cpu)
     for index in itertools.product(*map(range, values.shape[:-2])):
         row = 0
         for length, first, at in zip(shape, start, (*index, 0), strict=False):
@@ -156,6 +114,11 @@ def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple
         rows = _factors(seed, numbers(row, row + values.shape[-2]))
         total += (_on_cpu if is_on_cpu else _on_device)(values[index].detach(), width, rows, columns)
     return total & _MASK
+
+
+def tensor_digest(values: Tensor, tensor: str) -> int:
+    """Return the digest of a whole tensor of this name."""
+    return box_digest(values, tensor, tuple(values.shape), (0,) * values.ndim)
 
 
 def run_digest(values: Tensor, tensor: str, shape: tuple[int, ...], first: int) -> int:
@@ -188,7 +151,7 @@ def box_digests(values: Tensor, tensors: Sequence[str], start: tuple[int, int]) 
     """
     seeds = torch.tensor([[_seed(name)] for name in tensors], device=values.device)
     numbers = partial(torch.arange, device=values.device)
-    width, columns = _columns(~seeds, values, start[1], numbers)
+    width, columns = _columns(~seeds, values, start[1], numbers, in_pairs=False)
     rows = _factors(seeds, numbers(start[0], start[0] + values.shape[1]))
     at_once = _AT_ONCE if values.device.type == "cpu" else _AT_ONCE_ON_DEVICE
     totals, step = [], max(1, at_once // (rows.shape[1] * columns.shape[1]))
@@ -204,20 +167,23 @@ def _seed(tensor: str) -> int:
     return int.from_bytes(xxhash.xxh3_64_digest(tensor.encode()), "big", signed=True)
 
 
-def _columns(seed: Any, values: Tensor, first: int, numbers: Callable[[int, int], Any]) -> tuple[int, Any]:
-    """Return the bytes to read as one integer, and the factor of each: of whole words, else of elements.
+def _columns(seed: Any, values: Tensor, first: int, numbers: Callable[..., Any], *, in_pairs: bool) -> tuple[int, Any]:
+    """Return the bytes to read as one integer, and the factor of each: of two words, of words, else of elements.
 
     Args:
         values: a box.
         first: its first column.
-        numbers: counts from one number to before another.
+        numbers: counts from one number to before another, in steps.
+        in_pairs: read two words at once, if no box cuts them.
     """
-    size, end = values.element_size(), first + values.shape[-1]
-    each = max(1, _WORD // size)
-    if first % each == end % each == 0:
-        return size * each, _factors(seed, numbers(first // each, end // each))
-    column = numbers(first, end)
-    return size, _factors(seed, column // each) << (column % each * (8 * size))
+    size = values.element_size()
+    start, end, pair = first * size, (first + values.shape[-1]) * size, 2 * _WORD
+    if in_pairs and start % pair == end % pair == 0:
+        return pair, _factors(seed, numbers(start // pair, end // pair))
+    width = _WORD if start % _WORD == end % _WORD == 0 else size
+    place = numbers(start, end, width)
+    word = place // _WORD
+    return width, _factors(seed, word // 2) * (1 + word % 2 * 2**32) << (place % _WORD * 8)
 
 
 def _factors(seed: Any, indices: Any) -> Any:
@@ -236,12 +202,17 @@ def _factors(seed: Any, indices: Any) -> Any:
 
 
 def _on_cpu(values: Tensor, width: int, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> int:
-    total, step = 0, max(1, _AT_ONCE // len(columns))
+    bits, step = _bits(values, width).numpy(), max(1, _AT_ONCE // len(columns))
+    of_rows = np.empty(len(rows), np.int64)
     for first in range(0, len(rows), step):
-        wide = _bits(values[first : first + step], width).numpy().astype(np.int64)
-        of_rows = np.einsum("rw,w->r", wide, columns)  # for integers this is faster than a matrix product
-        total += int(np.dot(rows[first : first + step], of_rows))
-    return total
+        some = slice(first, first + step)
+        if width > _WORD:
+            two = bits[some].view(np.uint64)
+            wide = (two + (two >> _HALF)).view(np.int64)
+        else:
+            wide = bits[some].astype(np.int64)
+        np.einsum("rw,w->r", wide, columns, out=of_rows[some])  # for integers this is faster than a matrix product
+    return int(np.dot(rows, of_rows))
 
 
 def _on_device(values: Tensor, width: int, rows: Tensor, columns: Tensor) -> int:
@@ -255,8 +226,9 @@ def _on_device(values: Tensor, width: int, rows: Tensor, columns: Tensor) -> int
 
 
 def _bits(values: Tensor, width: int) -> Tensor:
-    """Return the bits of a matrix as integers of so many bytes."""
-    flat = values.reshape(-1)
-    if flat.storage_offset() * flat.element_size() % width:  # torch would refuse the view
-        flat = flat.clone()
-    return flat.view(_PATTERN[width]).view(len(values), -1)
+    """Return the bits of a matrix as integers of so many bytes: a view, or of a copy if torch would refuse the view."""
+    size = values.element_size()
+    starts = (values.storage_offset(), *values.stride()[:-1])
+    if values.stride(-1) != 1 or any(start * size % width for start in starts):
+        values = values.clone(memory_format=torch.contiguous_format)
+    return values.view(_PATTERN[width])

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from asyncgrpo import liveness
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Bucket, Digests, IsWritten, Layout, Place, Slot, Stream
-from asyncgrpo.weights.delta import LEAST_SAVING, Delta, Packed, Piece, State, follow, to_bytes
+from asyncgrpo.weights.delta import LEAST_SAVING, Delta, Packed, Piece, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client, Keys
@@ -208,11 +209,11 @@ class GroupLane(Broadcaster):
             send(sender, form(rank=0))
         self.form(form(rank=0))
 
-    def offer(self, state: State, slot: int, flat: Tensor, places: Sequence[Place], send: Send) -> None:
-        """Start to broadcast arena `slot`, [num_bytes] uint8, to what these places await."""
-        offer = self._offer(state, places, send)
+    def offer(self, version: PolicyVersion, slot: Slot, flat: Tensor, places: Sequence[Place], send: Send) -> None:
+        """Start to broadcast an arena of the learner, [num_bytes] uint8, to what these places await."""
+        offer = self._offer(version, places, send)
         for sender in range(1, self._senders):
-            send(sender, offer(slot=slot))
+            send(sender, offer(slot=slot.number, writes=slot.writes))
         self.broadcast(flat, self._piece_bytes)
 
     def offer_delta(self, delta: Packed, places: Sequence[Place], send: Send) -> None:
@@ -221,12 +222,13 @@ class GroupLane(Broadcaster):
         self._offer(delta.after, places, send, len(payload))
         self.broadcast(payload, self._piece_bytes, Stream([(0, len(payload))]))
 
-    def _offer(self, state: State, places: Sequence[Place], send: Send, delta_bytes: int = 0) -> Callable[..., Offer]:
+    def _offer(
+        self, version: PolicyVersion, places: Sequence[Place], send: Send, delta_bytes: int = 0
+    ) -> Callable[..., Offer]:
         """Send an offer to each receiver that is awaited. Returns the function that makes them."""
         offer = partial(
             Offer,
-            version=state.version,
-            digest=state.digest,
+            version=version,
             group_number=self.number,
             piece_bytes=self._piece_bytes,
             delta_bytes=delta_bytes,
@@ -262,7 +264,7 @@ class Written:
 class Sender:
     """Broadcasts a part of the weights from a learner rank other than the publisher's.
 
-    It reports the digest of its part of each write. On an offer it broadcasts that part beside the training step. The
+    It reports the digests of its part of each write. On an offer it broadcasts that part beside the training step. The
     publisher adds up the digests and decides which version is sent. The learner's loop calls `written`, a thread does the rest.
     """
 
@@ -274,7 +276,7 @@ class Sender:
         endpoint: str,
         host: str,
         keys: Keys | None,
-        layout: Layout | None = None,
+        layout: Layout,
     ) -> None:
         """
         Args:
@@ -282,21 +284,22 @@ class Sender:
             stream: its part.
             endpoint: of the publisher.
             host: address of this process for the generators.
-            layout: of a publication, to report the digests of its elements by tensor; None: these are not reported.
+            layout: of a publication.
         """
         self._number, self._stream, self._layout = number, stream, layout
         self._endpoint, self._keys = endpoint, keys
         self._broadcaster = Broadcaster(number, stream, host)
         self._writes: SimpleQueue[Written] = SimpleQueue()
+        self._written: dict[int, Written] = {}
+        """The last write of each arena."""
         self._pending: dict[int, Written] = {}
-        """The last write of each arena, unless it is reported."""
-        self._arenas: dict[int, Tensor] = {}
+        """Those that are not digested yet."""
         self._reports: dict[int, tuple[PartWritten, bytes]] = {}
-        """Of the last write of each arena."""
+        """Of the last digested write of each arena."""
         self._reported_s = -math.inf
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
         self._digested: tuple[PartWritten, Future[Digests]] | None = None
-        """The digests by tensor that are being computed, beside the broadcast."""
+        """The digests that are being computed, beside the broadcast."""
         self._offer: Offer | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-sender", daemon=True)
@@ -335,7 +338,7 @@ class Sender:
             self._offer = message
 
     def _report_writes(self) -> None:
-        """Report each complete write, and all again after a while, because a broken connection may have lost a report."""
+        """Report the digests of each write, and all again after a while, because a broken connection may have lost a report."""
         if self._digested is not None and self._digested[1].done():
             (report, digests), self._digested = self._digested, None
             self._reports[report.slot] = report, digests.result().tobytes()
@@ -343,36 +346,30 @@ class Sender:
         while not self._writes.empty():
             write = self._writes.get()
             self._pending.pop(write.slot, None)  # it was overwritten: its version is not published
-            self._pending[write.slot] = write
+            self._pending[write.slot] = self._written[write.slot] = write
         if self._digested is None and self._pending and (write := next(iter(self._pending.values()))).is_complete():
             del self._pending[write.slot]
-            self._arenas[write.slot] = write.flat
-            report = PartWritten(
-                sender=self._number,
-                slot=write.slot,
-                writes=write.writes,
-                digest=self._stream.digest(write.flat),
-            )
-            self._reports[write.slot] = report, b""
-            if self._layout is not None:
-                digests = self._hashing.submit(self._stream.tensor_digests, self._layout, write.flat)
-                self._digested = report, digests
-            self._reported_s = -math.inf
+            report = PartWritten(sender=self._number, slot=write.slot, writes=write.writes)
+            self._digested = report, self._hashing.submit(self._stream.digests, self._layout, write.flat)
         if time.monotonic() - self._reported_s > liveness.SUSPECT_S:
             self._reported_s = time.monotonic()
             for report, tensors in self._reports.values():
                 self._client.send(report, tensors)
 
     def _broadcast(self) -> None:
-        """Start an offered broadcast. The publisher may offer before this sender's group is formed."""
+        """Start an offered broadcast. The publisher may offer before this sender's group is formed, or its part written."""
         trouble = self._broadcaster.poll()
         if trouble is not None:
             log.warning("%s", trouble)
             name, number = f"sender-{self._number}", self._broadcaster.number
             self._client.send(GroupFormed(generator_id=name, group_number=number, problem=trouble))
-        if self._offer is not None and self._broadcaster.state == "ready":
-            offer, self._offer = self._offer, None
-            self._broadcaster.broadcast(self._arenas[offer.slot], offer.piece_bytes)
+        offer = self._offer
+        if offer is None or self._broadcaster.state != "ready":
+            return
+        write = self._written.get(offer.slot)
+        if write is not None and write.writes == offer.writes and write.is_complete():
+            self._offer = None
+            self._broadcaster.broadcast(write.flat, offer.piece_bytes)
 
 
 # -- deltas ------------------------------------------------------------------------------------------------------------
@@ -393,10 +390,10 @@ class Deltas:
         self._job: Future[tuple[Tensor, tuple[Piece, ...] | None, float]] | None = None
         self._is_void = False
         """True if the delta under way is obsolete."""
-        self._following: State | None = None
+        self._following: PolicyVersion | None = None
         self.newest: Packed | None = None
         """The last one; None: there is none."""
-        self._tip: State | None = None
+        self._tip: PolicyVersion | None = None
         """The publication to which it leads."""
         self._mirror: Tensor | None = None
         """The bytes of that publication."""
@@ -406,11 +403,11 @@ class Deltas:
     def is_busy(self) -> bool:
         return self._job is not None
 
-    def wants(self, state: State) -> bool:
+    def wants(self, version: PolicyVersion) -> bool:
         """True if this publication is to be compared now. Call it once per publication."""
-        if self.is_busy or state == self._following:
+        if self.is_busy or version == self._following:
             return False
-        self._following = state
+        self._following = version
         self._skips_left = max(self._skips_left - 1, 0)
         return not self._skips_left
 
@@ -459,13 +456,13 @@ class Deltas:
         self._tip, self._mirror = self._following, mirror
         return True
 
-    def leads_from(self, state: State | None) -> bool:
+    def leads_from(self, version: PolicyVersion | None) -> bool:
         """True if these weights are those before the newest delta."""
-        return self.newest is not None and state == self.newest.before
+        return self.newest is not None and version == self.newest.before
 
-    def follows(self, state: State | None) -> bool:
+    def follows(self, version: PolicyVersion | None) -> bool:
         """True if these weights need no broadcast of all: the newest delta, or the next one, leads from them."""
-        return self.leads_from(state) or (state is not None and state == self._tip)
+        return self.leads_from(version) or (version is not None and version == self._tip)
 
     def clear(self) -> None:
         """Forget the delta and the bytes."""

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from asyncgrpo.types import PolicyVersion
 
 if TYPE_CHECKING:  # the driver does not import torch
@@ -204,13 +206,22 @@ class Checksum(NamedTuple):
     tensors: bytes = b""
     """Digests of published tensors, as in `wire.weights.Swapped`."""
 
+    @classmethod
+    def of(cls, digests: Sequence[int]) -> "Checksum":
+        """Return that of an engine whose weights are the published tensors alone.
+
+        Args:
+            digests: of all these tensors, in the order of the publication.
+        """
+        numbered = np.array([*enumerate(digests)], np.uint64)
+        return cls(f"{sum(digests) % 2**64:016x}", numbered.tobytes())
+
 
 @dataclass
 class Round:
     """A publication under way."""
 
     started_s: float
-    digest: str
     waits_for: set[str] = field(default_factory=set)
     swapped: dict[str, str] = field(default_factory=dict)
     """Checksums by generator."""

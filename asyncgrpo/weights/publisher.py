@@ -1,7 +1,7 @@
 """The learner's side of a publication: copy the weights, offer them, and prove that each generator samples with them.
 
 The learner copies its weights into an arena (`offer`) and trains on. A thread does the rest: it offers the version to each
-idle generator, computes the digest and collects the proofs. Each generator adopts a version at its own pace. If the learner
+idle generator, computes the digests and collects the proofs. Each generator adopts a version at its own pace. If the learner
 makes versions faster than they travel, the latest wins.
 
     Join -> WeightsLayout -> [ Offer -> Swapped ]*          each generator
@@ -10,7 +10,7 @@ makes versions faster than they travel, the latest wins.
 Several learner ranks send a part each (`weights/lane.py`), to as many generators of each machine where there are so many. If
 learner ranks are on several machines, no generator maps their memory.
 
-A generator holds a version after its engine has swapped to it and reported the same checksum as the other engines. Bytes that
+A generator holds a version after its engine has swapped to it and reported the same checksum as the other engines. Weights that
 crossed a network must have the learner's digest first. A generator that misses its liveness deadline, here or at the driver,
 is dropped until its next heartbeat.
 """
@@ -31,9 +31,8 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import SLOTS, Arenas, Digests, IsWritten, Layout, Place, Slot, Stream
-from asyncgrpo.weights.delta import Packed, State
-from asyncgrpo.weights.digest import add_digests
+from asyncgrpo.weights.arena import SLOTS, Arenas, Digests, IsWritten, Layout, Place, Slot, Stream, digest_of
+from asyncgrpo.weights.delta import Packed
 from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import Deltas, GroupLane
 from asyncgrpo.weights.publication import VERSIONS_KEPT, Member, Publication, Round, SyncCheck, SyncGap, listed
@@ -63,8 +62,8 @@ ATTEMPTS = 3
 POLL_S = 0.2
 POLL_WHILE_SENDING_S = 0.02
 POLL_WHILE_WRITING_S = 0.005
-COMPARING, HASHING = "(deltas)", "(digest)"
-"""Readers of an arena beside the generators: the thread that makes a delta, and the digest."""
+COMPARING, HASHING = "(deltas)", "(digests)"
+"""Readers of an arena beside the generators: the threads that make a delta, and the digests."""
 
 
 class Publisher:
@@ -79,7 +78,6 @@ class Publisher:
         bind: str,
         host: str,
         keys: Keys | None,
-        proves: bool = False,
     ) -> None:
         """Bind the control socket.
 
@@ -87,10 +85,8 @@ class Publisher:
             maps: True if generators on this machine map this process's shared memory.
             backend: of the broadcasts to the other generators.
             host: address of this process for the generators.
-            proves: True if engines report digests of the tensors that they hold, which are compared with what was sent.
         """
         self._config = config
-        self._proves = proves
         self._keys = keys
         self._maps = maps
         self._server = Server(bind, keys, advertise=host)
@@ -115,16 +111,14 @@ class Publisher:
         self._preparing: Slot | None = None
         self._preparing_s = 0.0
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
-        self._own_digest = ""
-        """Of this process's part of what is being prepared."""
-        self._own_tensors: Future[Digests] | None = None
-        """By tensor; None: they are not compared."""
-        self._tensors: dict[PolicyVersion, Digests] = {}
-        """Digests of each tensor of the last versions, and of others that an engine may load."""
+        self._own: Future[Digests]
+        """Digests of this process's part of what is being prepared."""
+        self._sent: dict[PolicyVersion, Digests] = {}
+        """Digests of the last versions, and of others that an engine may load."""
         self._senders: dict[int, str] = {}
         """Peer of each other sender, by its number."""
-        self._parts: dict[tuple[int, int], dict[int, tuple[str, Digests | None]]] = {}
-        """Digests of what other senders send, by arena and its number of writes: of the bytes, and by tensor."""
+        self._parts: dict[tuple[int, int], dict[int, Digests]] = {}
+        """Digests of what other senders send, by arena and its number of writes."""
         self._lost: SimpleQueue[tuple[str, str]] = SimpleQueue()  # generators that the driver lost
         self._reports: SimpleQueue[Publication] = SimpleQueue()
         self._failure: WeightsError | None = None
@@ -208,7 +202,7 @@ class Publisher:
             slot = self._free_slot()
             if slot is None:
                 return False
-            slot.is_ours, slot.is_ready, slot.version, slot.digest = True, False, None, ""
+            slot.is_ours, slot.is_ready, slot.version = True, False, None
             slot.writes += 1
             self._arenas.begin(slot.number, slot.writes)
             if slot is self._home.newest:
@@ -329,8 +323,7 @@ class Publisher:
             if not 0 < message.sender < len(self._streams):
                 raise WireError(f"there is no sender {message.sender}")
             self._senders[message.sender] = peer
-            tensors = self._digests(payload, 1)[:, 0] if len(payload) else None
-            self._parts.setdefault((message.slot, message.writes), {})[message.sender] = message.digest, tensors
+            self._parts.setdefault((message.slot, message.writes), {})[message.sender] = self._digests(payload, 1)[:, 0]
             return
         name = message.generator_id
         if isinstance(message, Join):
@@ -384,10 +377,7 @@ class Publisher:
     # -- one version ---------------------------------------------------------------------------------------------------
 
     def _prepare_newest(self) -> None:
-        """Release the newest version to readers once it is written, and compute its digests.
-
-        Engines that load out of the arena need no digest and get the offer first. The digests of tensors are for the proof.
-        """
+        """Release the newest version to readers once it is written, and compute its digests, which only the proof needs."""
         if self._preparing is None:
             with self._lock:
                 self._preparing = slot = self._filled()
@@ -401,29 +391,19 @@ class Publisher:
             with self._lock:
                 slot.is_ours, slot.is_ready, self._home.newest = False, True, slot
                 slot.readers.add(HASHING)
-            self._offer_newest()
             flat = self._arenas.arena(self._layout, slot.number)
-            self._own_digest = self._streams[0].digest(flat)
-            if self._proves:
-                self._own_tensors = self._hashing.submit(self._streams[0].tensor_digests, self._layout, flat)
+            self._own = self._hashing.submit(self._streams[0].digests, self._layout, flat)
         version, parts = cast(PolicyVersion, slot.version), self._parts.get((slot.number, slot.writes), {})
         late = set(range(1, len(self._streams))) - parts.keys()
-        if not late and not slot.digest:
-            slot.digest = add_digests([self._own_digest, *(digest for digest, _ in parts.values())])
-            if (round_ := self._rounds.get(version)) is not None:
-                round_.digest = slot.digest
-        if self._proves:
-            late |= {sender for sender, (_, tensors) in parts.items() if tensors is None}
-        if late and time.monotonic() - self._preparing_s > self._config.timeout_s + self._read_s:
-            raise WeightsError(f"learner senders {sorted(late)} have not written the weights of {version} in time")
-        if late or (self._own_tensors is not None and not self._own_tensors.done()):
+        if late and time.monotonic() - self._preparing_s > (within_s := self._config.timeout_s + self._read_s):
+            problem = f"have not reported the digests of weights {version} within {within_s:.0f} s"
+            raise WeightsError(f"learner senders {sorted(late)} {problem}")
+        if late or not self._own.done():
             return
-        if self._own_tensors is not None:
-            own = self._own_tensors.result()
-            self._tensors[version] = sum((tensors for _, tensors in parts.values() if tensors is not None), own)
-            slots = (slot for place in (self._home, *self._elsewhere.values()) for slot in place.slots)
-            kept = {*list(self._tensors)[-VERSIONS_KEPT:], *self._rounds, *(slot.version for slot in slots)}
-            self._tensors = {other: tensors for other, tensors in self._tensors.items() if other in kept}
+        self._sent[version] = sum(parts.values(), self._own.result())
+        slots = (slot for place in (self._home, *self._elsewhere.values()) for slot in place.slots)
+        kept = {*list(self._sent)[-VERSIONS_KEPT:], *self._rounds, *(slot.version for slot in slots)}
+        self._sent = {other: digests for other, digests in self._sent.items() if other in kept}
         self._parts = {
             write: other for write, other in self._parts.items() if write[0] != slot.number or write[1] > slot.writes
         }
@@ -433,6 +413,8 @@ class Publisher:
         for name, member, message, tensors, swapped_s in early:
             if self._members.get(name) is member:
                 self._swapped(name, member, message, tensors, swapped_s)
+        for place in self._elsewhere.values():
+            self._compare_received(place)
 
     def _offer_newest(self) -> None:
         """Offer the newest weights of its place to each generator whose engine is idle."""
@@ -441,14 +423,13 @@ class Publisher:
                 continue
             with self._lock:
                 slot = member.place.newest
-                if slot is None or (state := slot.state) is None or state.version == member.holds:
+                if slot is None or (version := slot.version) is None or version == member.holds:
                     continue
                 slot.readers.add(name)
-            round_ = self._round(state, [name])
+            round_ = self._round(version, [name])
             round_.sent_bytes += self._layout.num_bytes if member.place is self._home else 0
-            member.offered, member.offered_s = state.version, time.monotonic()
-            version, digest = state
-            offer = Offer(version=version, digest=digest, file=slot.file, slot=slot.number, writes=slot.writes)
+            member.offered, member.offered_s = version, time.monotonic()
+            offer = Offer(version=version, file=slot.file, slot=slot.number, writes=slot.writes)
             if not self._server.send(member.peer, offer):
                 self._drop(name, "it is no longer connected")
 
@@ -464,23 +445,23 @@ class Publisher:
             self._drop_group("a member is gone")
         if not far or self._lane.state in ("forming", "sending"):
             return
-        following = [place for place in far if self._deltas.follows(place.state)]
-        if any(self._deltas.leads_from(place.state) for place in following):
+        following = [place for place in far if self._deltas.follows(place.version)]
+        if any(self._deltas.leads_from(place.version) for place in following):
             self._broadcast(following, self._deltas.newest)
         if len(following) < len(far) and self._lane.state not in ("forming", "sending"):
             self._broadcast([place for place in far if place not in following], None)
 
     def _broadcast(self, places: list[Place], delta: Packed | None) -> None:
         """Send a delta or, without one, all weights to these places; form a group first if their set has changed."""
-        if any(place.receiving is not None for place in places):
+        if any(place.receiving is not None for place in places) or len(self._senders) < len(self._streams) - 1:
             return
         into = [slot for place in places if (slot := place.writable()) is not None]
         names = {name for place in places for name in place.receivers}
         with self._lock:
             newest = self._home.newest
-            if newest is None or not newest.digest or (state := delta.after if delta else newest.state) is None:
+            if newest is None or (version := delta.after if delta else newest.version) is None:
                 return
-            if len(into) < len(places) or all(place.state == state for place in places):
+            if len(into) < len(places) or all(place.version == version for place in places):
                 return
             is_ready = self._lane.state == "ready" and self._lane.names == names and all(p.receivers for p in places)
             if is_ready and delta is None:
@@ -488,17 +469,15 @@ class Publisher:
         if not is_ready:
             self._form_group(places)
             return
-        round_ = self._round(
-            state, {n for n, m in self._members.items() if m.holds != state.version and m.place in places}
-        )
+        round_ = self._round(version, {n for n, m in self._members.items() if m.holds != version and m.place in places})
         round_.sent_bytes += len(places) * (len(delta.payload) if delta else self._layout.num_bytes)
         for place, slot in zip(places, into, strict=True):
-            place.receive(slot, state, place.receivers[:1] if delta else place.receivers)
+            place.receive(slot, version, place.receivers[:1] if delta else place.receivers)
         if delta is not None:
             self._lane.offer_delta(delta, places, self._send)
         else:
             flat = self._arenas.arena(self._layout, newest.number)
-            self._lane.offer(state, newest.number, flat, places, self._send)
+            self._lane.offer(version, newest, flat, places, self._send)
 
     def _form_group(self, places: list[Place]) -> None:
         """Form a group. At a place without receivers as many generators receive as ranks send."""
@@ -518,9 +497,9 @@ class Publisher:
             return
         with self._lock:
             slot = self._home.newest
-            if slot is None or not slot.digest or (state := slot.state) is None:
+            if slot is None or slot.version is None:
                 return
-            if any(self._deltas.leads_from(place.state) for place in far) or not self._deltas.wants(state):
+            if any(self._deltas.leads_from(place.version) for place in far) or not self._deltas.wants(slot.version):
                 return
             slot.readers.add(COMPARING)
         self._deltas.follow(self._layout, self._arenas.arena(self._layout, slot.number))
@@ -533,24 +512,28 @@ class Publisher:
                 far.setdefault(member.place, []).append(name)
         return far
 
-    def _round(self, state: State, names: Iterable[str]) -> Round:
+    def _round(self, version: PolicyVersion, names: Iterable[str]) -> Round:
         """Return the round of a publication, which waits for these generators, too."""
-        round_ = self._rounds.setdefault(state.version, Round(time.monotonic(), state.digest))
+        round_ = self._rounds.setdefault(version, Round(time.monotonic()))
         round_.waits_for.update(names)
         return round_
 
     def _staged(self, name: str, place: Place, message: Staged) -> None:
-        slot = place.receiving
-        if slot is None or not place.awaits(name, message.writes):
+        if not place.awaits(name, message.writes):
             return
         self._release(name)
         place.awaited.discard(name)
-        place.received.append(message.digest)
-        if place.awaited:
+        place.received += message.digest
+        self._compare_received(place)
+
+    def _compare_received(self, place: Place) -> None:
+        """Release what a place has received to its engines, if it has the digest of what was sent."""
+        slot = place.receiving
+        if slot is None or place.awaited or (digests := self._sent.get(cast(PolicyVersion, slot.version))) is None:
             return
-        if (received := add_digests(place.received)) != slot.digest:
-            why = f"digest mismatch: sent {slot.digest}, received {received}"
-            self._not_received(name, place, why)
+        sent, received = digest_of(digests), f"{place.received % 2**64:016x}"
+        if sent != received:
+            self._not_received(place.receivers[0], place, f"digest mismatch: sent {sent}, received {received}")
             return
         place.newest, place.receiving, place.failures = slot, None, 0
 
@@ -575,14 +558,13 @@ class Publisher:
         place.clear()
 
     def _swapped(self, name: str, member: Member, message: Swapped, tensors: Digests, swapped_s: float) -> None:
-        round_ = self._rounds.get(message.version)
-        is_known = not self._proves or message.version in self._tensors
-        if round_ is not None and not (round_.digest and is_known):
+        round_, sent = self._rounds.get(message.version), self._sent.get(message.version)
+        if round_ is not None and sent is None:
             self._early.append((name, member, message, tensors, swapped_s))
             return
         if message.version == member.offered:
             self._release(name, member.place)
-            member.loaded = round_.digest if round_ is not None else ""
+            member.loaded = "" if sent is None else digest_of(sent)
         if round_ is None or name not in round_.waits_for:
             if message.version == member.offered:  # after its deadline
                 member.offered, member.is_late = None, False
@@ -616,9 +598,7 @@ class Publisher:
         Args:
             held: [n, 2], index and digest of each tensor that an engine holds.
         """
-        if not self._proves:
-            return []
-        sent = self._tensors[version][held[:, 0]]
+        sent = self._sent[version][held[:, 0]]
         return [self._layout.tensors[index].name for index in held[sent != held[:, 1], 0]]
 
     def _digests(self, payload: Buffer, columns: int) -> Digests:
@@ -689,7 +669,7 @@ class Publisher:
                 generators=tuple(sorted(holders)),
                 seconds=round_.ended_s - round_.started_s,
                 num_bytes=self._layout.num_bytes,
-                digest=round_.digest,
+                digest=digest_of(self._sent[version]),
                 checksums=round_.swapped,
                 attempts=round_.attempts,
                 sent_bytes=round_.sent_bytes,

@@ -23,8 +23,7 @@ from asyncgrpo import liveness, scratch
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, Layout, Mappings, SharedTensors, Stream
-from asyncgrpo.weights.delta import State, from_bytes
-from asyncgrpo.weights.digest import add_digests, digest_pieces
+from asyncgrpo.weights.delta import from_bytes
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.weights.lane import receive
 from asyncgrpo.weights.publication import Checksum
@@ -209,7 +208,7 @@ class Receiver:
             self._failed(error)
 
     def _stage(self, layout: Layout, offer: Offer) -> None:
-        """Receive this generator's part of a version for its machine, and report the digest."""
+        """Receive this generator's part of a version for its machine, and report its digest."""
         try:
             if not self._groups or offer.group_number != self._group_number:
                 raise WeightsError(f"this generator is not in group {offer.group_number}")
@@ -223,7 +222,7 @@ class Receiver:
         except (WeightsError, RuntimeError, ValueError, KeyError) as error:
             self._failed(error, offer.writes)
             return
-        staging.state = State(offer.version, offer.digest)
+        staging.version = offer.version
         self._client.send(Staged(generator_id=self._generator_id, digest=received, writes=offer.writes))
 
     def _of_place(self, file: str) -> dict[str, Arenas]:
@@ -239,7 +238,7 @@ class Receiver:
             self._drop_group()
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], writes=writes))
 
-    def _update(self, layout: Layout, offer: Offer, staging: Arenas) -> str:
+    def _update(self, layout: Layout, offer: Offer, staging: Arenas) -> int:
         """Receive a delta and apply it to the weights in `offer.base`: in place, if these are in `staging`."""
         if not 0 < (size := offer.delta_bytes) <= layout.num_bytes:
             raise WeightsError(f"a delta of {size} bytes was offered for weights of {layout.num_bytes}")
@@ -247,17 +246,17 @@ class Receiver:
         for _ in receive(self._groups[0], payload, Stream([(0, size)]).buckets(offer.piece_bytes)):
             pass
         delta, base = from_bytes(payload.numpy().data), self._stagings.get(offer.base)
-        if base is None or (state := base.state) not in (delta.before, delta.after):
+        if base is None or (version := base.version) not in (delta.before, delta.after):
             raise WeightsError(f"received no delta to {offer.version} from weights that are held here")
         flat = staging.arena(layout)
         staging.begin(0, offer.writes)
         if staging is not base:
             flat.copy_(base.arena(layout))
-        if state == delta.before:
+        if version == delta.before:
             delta.apply(flat)
-        return Stream([(0, layout.num_bytes)]).digest(flat)
+        return int(Stream([(0, layout.num_bytes)]).digests(layout, flat).sum())
 
-    def _broadcast(self, layout: Layout, offer: Offer, staging: Arenas) -> str:
+    def _broadcast(self, layout: Layout, offer: Offer, staging: Arenas) -> int:
         """Take part in the broadcasts of this generator's senders: on each of its GPUs in those of some, one after the other."""
         flat = staging.arena(layout)
         staging.begin(0, offer.writes)
@@ -267,12 +266,13 @@ class Receiver:
         if any(device.type != "cpu" for device in by_device):
             staging.pin()
 
-        def receive_from(senders: list[int]) -> str:
+        def receive_from(senders: list[int]) -> int:
             buckets = ((self._groups[sender], self._streams[sender].buckets(offer.piece_bytes)) for sender in senders)
-            return digest_pieces(flat, (run for group, some in buckets for run in receive(group, flat, some)))
+            runs = (run for group, some in buckets for run in receive(group, flat, some))
+            return int(layout.digests(flat, runs).sum())
 
         with ThreadPoolExecutor(len(by_device), thread_name_prefix="weights-receive") as threads:
-            return add_digests(threads.map(receive_from, by_device.values()))
+            return sum(threads.map(receive_from, by_device.values())) % 2**64
 
     # -- the swap ------------------------------------------------------------------------------------------------------
 

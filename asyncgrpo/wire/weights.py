@@ -3,14 +3,10 @@
 `group_number` counts the weight groups formed so far. A message with an earlier number is ignored.
 """
 
-from typing import Annotated, ClassVar, Literal
-
-import msgspec
+from typing import ClassVar, Literal
 
 from asyncgrpo.types import Name, PolicyVersion, TensorInfo
 from asyncgrpo.wire import Message
-
-Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 # -- membership --------------------------------------------------------------------------------------------------------
 
@@ -53,9 +49,9 @@ class WeightsLayout(Message):
 
 
 class PartWritten(Message):
-    """Reports that all that a learner rank sends is in arena `slot`, after `writes` writes of that arena.
+    """Reports the digests of what a learner rank sends out of arena `slot`, after `writes` writes of that arena.
 
-    The payload has the digests of its elements by tensor, [tensors] uint64, once they are computed.
+    The payload has them by tensor, [tensors] uint64.
     """
 
     max_payload_bytes: ClassVar[int] = 2**23
@@ -64,7 +60,6 @@ class PartWritten(Message):
     """Counts from 1; the publisher is 0."""
     slot: int
     writes: int
-    digest: Digest
 
 
 class FormGroup(Message):
@@ -95,16 +90,16 @@ class GroupFormed(Message):
 
 
 class Offer(Message):
-    """Offers the weights of `version` and their digest.
+    """Offers the weights of `version`.
 
     The engine loads them out of arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
     broadcast in buckets of `piece_bytes`: this generator receives what its senders send into `file`, as write number
-    `writes`, for all generators of its machine. The senders get this offer, too, and send their arena `slot`. With
-    `delta_bytes`, so many bytes are broadcast: a delta that leads to them from the weights in the file `base`.
+    `writes`, for all generators of its machine. The senders get this offer, too, and send their arena `slot` once it is
+    written `writes` times. With `delta_bytes`, so many bytes are broadcast: a delta that leads to them from the weights in the
+    file `base`.
     """
 
     version: PolicyVersion
-    digest: str
     file: str = ""
     slot: int = 0
     writes: int = 0
@@ -115,10 +110,10 @@ class Offer(Message):
 
 
 class Staged(Message):
-    """Reports that a generator received its part of write number `writes`; `digest` is of these bytes."""
+    """Reports that a generator received its part of write number `writes`; `digest` is of all tensors in it."""
 
     generator_id: Name
-    digest: Digest
+    digest: int
     writes: int
 
 

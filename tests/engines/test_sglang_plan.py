@@ -17,7 +17,7 @@ from asyncgrpo.engines.sglang import copies as copies_module
 from asyncgrpo.engines.sglang import proof as proof_module
 from asyncgrpo.engines.sglang.copies import Copies
 from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, question, rest, state, trace
-from asyncgrpo.weights.digest import box_digest
+from asyncgrpo.weights.digest import tensor_digest
 from tests.engines.shared import shared
 
 Weights = dict[str, Tensor]
@@ -106,7 +106,7 @@ def test_a_plan_reads_and_writes_nothing_and_names_every_box(dtype):
 def found(proof: Proof, checksums: list[dict[str, str]], given: Weights) -> set[str]:
     """Parameters that the generator finds to be other than sent, and tensors that the learner does."""
     held = np.frombuffer(proof.held(checksums), np.uint64).reshape(-1, 2).tolist()
-    sent = [(name, box_digest(t, name, tuple(t.shape), (0,) * t.ndim)) for name, t in given.items()]
+    sent = [(name, tensor_digest(t, name)) for name, t in given.items()]
     return set(proof.differing(checksums)) | {sent[index][0] for index, digest in held if digest != sent[index][1]}
 
 

@@ -110,12 +110,11 @@ def publish(learner: Learner, case: str, gathered: list[str]) -> None:
             layout=layout,
             others=learner.snapshot.streams,
             is_whole=False,
-            proves=True,
         )
         about = [plane.publisher.endpoint, plane.publisher._arenas.file]
     dist.broadcast_object_list(about)
     endpoint, file = about
-    learner.snapshot.connect(endpoint, HOST, None, proves=True)
+    learner.snapshot.connect(endpoint, HOST, None)
     if learner.rank == 0:
         engines = [plane.add(f"generator-{number}") for number in range(2)]
 

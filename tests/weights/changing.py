@@ -10,7 +10,6 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Arenas, Layout, Stream
-from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.publication import Checksum
 from tests.weights.publishing import Plane, wait_until
 
@@ -60,8 +59,7 @@ def as_bytes(tensors: Iterable[tuple[str, Tensor]], layout: Layout = LAYOUT) -> 
 
 def checksum(flat: Tensor, layout: Layout = LAYOUT) -> Checksum:
     """What an engine reports that holds these bytes, [layout.num_bytes] uint8."""
-    tensors = enumerate(Stream([(0, len(flat))]).tensor_digests(layout, flat).tolist())
-    return Checksum(add_digests([digest(flat)]), np.array([*tensors], np.uint64).tobytes())
+    return Checksum.of(Stream([(0, len(flat))]).digests(layout, flat).tolist())
 
 
 class Engine:
@@ -94,9 +92,8 @@ class Fleet(Plane):
         layout: Layout = LAYOUT,
         others: Sequence[Stream] = (),
         is_whole: bool = True,
-        proves: bool = False,
     ) -> None:
-        super().__init__(config, maps=maps, proves=proves)
+        super().__init__(config, maps=maps)
         self.layout = layout
         self.publisher.start(list(layout.tensors), others=others, is_whole=is_whole)
         self.truth: dict[PolicyVersion, Tensor] = {}

@@ -30,10 +30,8 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, lane, publisher, receiver
-from asyncgrpo.weights import digest as digests
 from asyncgrpo.weights.arena import Arenas, SharedTensors, Stream
 from asyncgrpo.weights.delta import Delta
-from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Sender, Written
 from asyncgrpo.weights.publication import Checksum
 from asyncgrpo.weights.publisher import Publication
@@ -64,7 +62,7 @@ class Engine:
         self.slow_s = 0.0
 
     def apply(self, tensors: SharedTensors, version: PolicyVersion) -> Checksum:
-        before = add_digests([digest(as_bytes(tensors))])
+        before = checksum(as_bytes(tensors)).digest
         pause_s, self.slow_s = self.slow_s, 0.0
         time.sleep(pause_s)
         held = checksum(as_bytes(tensors))
@@ -100,7 +98,7 @@ class Fleet(Plane):
         self.is_bad = True
         self.chance, self._of_broadcasts, self._of_deltas = (random.Random(seed + n) for n in range(3))
         self._random = np.random.default_rng(seed)
-        super().__init__(WeightsConfig(bucket_mb=1, timeout_s=1.0), maps=True, proves=True)
+        super().__init__(WeightsConfig(bucket_mb=1, timeout_s=1.0), maps=True)
         _, part = Stream([(0, LAYOUT.num_bytes)]).split(2)
         self.publisher.start(list(LAYOUT.tensors), others=[part])
         self._sender = Sender(1, part, endpoint=self.publisher.endpoint, host=HOST, keys=None, layout=LAYOUT)
@@ -123,7 +121,7 @@ class Fleet(Plane):
         """Change the weights and offer them, as soon as an arena is free."""
         self._change(1.0 if self.chance.random() < ALL_CHANGE else self.chance.choice(SHARES))
         flat = self._flat.clone()
-        self.truth[version] = add_digests([digest(flat)])
+        self.truth[version] = checksum(flat).digest
 
         def fill(arenas: Arenas, slot: int) -> None:
             arena, half = arenas.arena(LAYOUT, slot), LAYOUT.num_bytes // 2
@@ -240,7 +238,6 @@ def run(publications: int, seed: int, often: float = 1.0) -> Counter[str]:
         (liveness, "SUSPECT_S"): 0.7,
         (publisher, "ATTEMPTS"): 10**9,  # of bytes that are wrong by design
         (arena, "BLOCK"): 4096,  # so that these few bytes have several parts
-        (digests, "BLOCK"): 4096,
     }
     for (module, name), value in others.items():
         mock.patch.object(module, name, value).start()

@@ -86,7 +86,7 @@ def send(
     """Send as the other rank, which has written when rank 0 has."""
     enter(node)
     arenas, layout, written = Arenas(file), layout_of(mb), [0, 0]
-    sender = Sender(1, Stream(runs), endpoint=endpoint, host=address, keys=keys)
+    sender = Sender(1, Stream(runs), endpoint=endpoint, host=address, keys=keys, layout=layout)
     while True:
         for slot, before in enumerate(written):
             if (now := int(arenas.flags[slot])) > before:

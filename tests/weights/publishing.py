@@ -14,8 +14,8 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.learner.publishing import fill_parts
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout
-from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights import arena
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Stream
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -36,8 +36,8 @@ def of_nccl(rank: int, world: int, timeout_s: float) -> FormGroup:
 class Plane:
     """A publisher, and the receivers of generators that a test adds to it."""
 
-    def __init__(self, config: WeightsConfig, *, maps: bool, proves: bool = False) -> None:
-        self.publisher = Publisher(config, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None, proves=proves)
+    def __init__(self, config: WeightsConfig, *, maps: bool) -> None:
+        self.publisher = Publisher(config, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None)
         self.receivers: list[Receiver] = []
 
     def join(
@@ -83,7 +83,7 @@ def digest_of(layout: Layout, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> s
     """Return the digest that a publication of these tensors has; on the CPU."""
     flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     fill_arena(tensors, layout, flat)
-    return add_digests([digest(flat)])
+    return arena.digest_of(Stream([(0, len(flat))]).digests(layout, flat))
 
 
 def land(publisher: Publisher, version: PolicyVersion, fill: Callable[[Arenas, int], IsWritten | None]) -> Publication:

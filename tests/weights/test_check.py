@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch import decoder
-from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.digest import tensor_digest
 from asyncgrpo.weights.files import disk_tensors
 from asyncgrpo.weights.publication import BOUNDS, CheckSequences, Checksum, GapLimit, Publication, SyncCheck, SyncGap
 from asyncgrpo.weights.receiver import Receiver
@@ -47,7 +47,9 @@ class Member:
         for name, tensor in wrong:
             if tensor is not None:
                 places[name].detach().copy_(tensor)
-        return Checksum(weights_digest(disk_tensors(self.model).items()))
+        return Checksum(
+            "".join(f"{tensor_digest(tensor, name):x}" for name, tensor in disk_tensors(self.model).items())
+        )
 
 
 class Plane(publishing.Plane):

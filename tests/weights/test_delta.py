@@ -16,7 +16,6 @@ from asyncgrpo.weights.delta import (
     BLOCK,
     Delta,
     Piece,
-    State,
     follow,
     from_bytes,
     to_bytes,
@@ -40,8 +39,8 @@ def changed(arena: torch.Tensor, layout: Layout, number: int, positions: Sequenc
     return copy
 
 
-def state(number: int) -> State:
-    return State(PolicyVersion(1, number), f"{number:016x}")
+def at(number: int) -> PolicyVersion:
+    return PolicyVersion(1, number)
 
 
 def pieces_of(new: torch.Tensor, base: torch.Tensor, layout: Layout) -> tuple[Piece, ...]:
@@ -52,7 +51,7 @@ def pieces_of(new: torch.Tensor, base: torch.Tensor, layout: Layout) -> tuple[Pi
 
 def sent(new: torch.Tensor, base: torch.Tensor, layout: Layout, number: int = 1) -> bytes:
     """The payload from publication `number` - 1 to `number`."""
-    return to_bytes(Delta(state(number - 1), state(number), pieces_of(new, base, layout)))
+    return to_bytes(Delta(at(number - 1), at(number), pieces_of(new, base, layout)))
 
 
 def assert_makes(payload: bytes | memoryview, base: torch.Tensor, new: torch.Tensor) -> None:
@@ -192,5 +191,5 @@ def mutated(payload: np.ndarray, random: np.random.Generator) -> np.ndarray:
 def test_a_piece_that_does_not_fit_is_refused(piece):
     memory = torch.zeros(100, dtype=torch.uint8)
     with pytest.raises(WeightsError):
-        from_bytes(to_bytes(Delta(state(0), state(1), (piece,)))).apply(memory)
+        from_bytes(to_bytes(Delta(at(0), at(1), (piece,)))).apply(memory)
     assert not memory.any()

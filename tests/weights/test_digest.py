@@ -1,4 +1,4 @@
-"""The digests of a publication and of a tensor: one value for any split, and what they find."""
+"""The digest of a tensor: one value for any split, and what it finds."""
 
 import itertools
 import random
@@ -7,86 +7,11 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncgrpo.weights import digest as module
-from asyncgrpo.weights.digest import BLOCK, add_digests, box_digest, box_digests, digest, run_digest
+from asyncgrpo.weights.digest import box_digest, box_digests, run_digest, tensor_digest
 
 MASK = 2**64 - 1
-NEAR = BLOCK - 8 * 8
-"""So many bytes into the publication, 16 words lie on both sides of the end of a block."""
-
-
-def drawn(num_words: int, seed: int = 0) -> torch.Tensor:
-    """[8 num_words] uint8, random."""
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, num_words * 8, dtype=np.uint8))
-
-
-def as_defined(flat: torch.Tensor, start: int) -> int:
-    """The formula of the module's page: byte after byte into the block that it is of."""
-    blocks: dict[int, bytearray] = {}
-    for place, byte in enumerate(flat.tolist(), start):
-        blocks.setdefault(max(place // BLOCK * BLOCK, start), bytearray()).append(byte)
-    return sum(xxhash.xxh3_64_intdigest(bytes(block), seed) for seed, block in blocks.items()) & MASK
-
-
-# -- one value ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_value_never_changes():
-    """Two releases at the two ends of a publication must agree."""
-    counted = torch.arange(256, dtype=torch.uint8)
-    assert digest(counted) == 0x9408A4433B952D71
-    assert digest(counted, 64) == 0xB444AA576C9017E9
-    assert digest(torch.zeros(64, dtype=torch.uint8)) == 0x2FFB6918C12C256E
-    assert digest(torch.full((3 * BLOCK + 8,), 255, dtype=torch.uint8), 8) == 0xF85C7F5DA73D5349
-
-
-@pytest.mark.parametrize(("start", "num_words"), [(0, 1), (8, BLOCK // 8 + 1), (NEAR, 64), (2**40 + NEAR, BLOCK // 8)])
-def test_it_is_what_the_page_says(start, num_words):
-    flat = drawn(num_words)
-    assert digest(flat, start) == as_defined(flat, start)
-
-
-@given(cuts=st.lists(st.integers(0, 5), max_size=4))
-@settings(max_examples=25, deadline=None)
-def test_the_parts_add_up_to_the_whole(cuts):
-    flat = drawn(4 * BLOCK // 8 + 9)
-    edges = sorted({0, *(cut * BLOCK for cut in cuts if cut < 5), len(flat)})
-    parts = [digest(flat[a:b], a) for a, b in itertools.pairwise(edges)]
-    assert add_digests(parts) == add_digests([digest(flat)])
-    assert add_digests(reversed(parts)) == add_digests(parts)
-
-
-def test_an_empty_part_adds_nothing():
-    assert digest(torch.empty(0, dtype=torch.uint8), 24) == 0
-    assert add_digests([]) == "0" * 16
-
-
-# -- what it finds -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("start", [0, NEAR])
-@pytest.mark.parametrize("flat", [drawn(64), torch.zeros(512, dtype=torch.uint8)], ids=["random", "zeros"])
-def test_every_flip_of_a_bit(flat, start):
-    seen = {digest(flat, start)}
-    for byte, bit in itertools.product(range(len(flat)), range(8)):
-        flipped = flat.clone()
-        flipped[byte] ^= 1 << bit
-        seen.add(digest(flipped, start))
-    assert len(seen) == 1 + 64 * 64, "no two of them are the same either"
-
-
-@pytest.mark.parametrize("size", [BLOCK // 2, BLOCK, 2 * BLOCK])
-def test_tensors_that_changed_places(size):
-    flat = drawn(size)
-    tensors = list(flat.split(size))
-    seen = {digest(torch.cat([*tensors[:k], tensors[k + 1], tensors[k], *tensors[k + 2 :]])) for k in range(7)}
-    assert len(seen | {digest(flat)}) == 8
-
-
-# -- of a tensor, whose boxes add up however it is cut -----------------------------------------------------------------
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
 
@@ -96,7 +21,7 @@ def drawn_as(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor, name: str = "w") -> int:
-    return box_digest(tensor, name, tuple(tensor.shape), (0,) * tensor.ndim)
+    return tensor_digest(tensor, name)
 
 
 @dtypes
@@ -124,17 +49,24 @@ def test_the_digests_of_runs_add_up_however_a_tensor_is_cut(shape, dtype):
         assert total & MASK == whole(tensor)
 
 
-def test_the_digest_of_a_box_is_what_the_page_says():
-    tensor = torch.tensor([[1, 2], [3, 5]], dtype=torch.int64)
-    seed = module._seed("w")
+@dtypes
+def test_the_digest_of_a_box_is_what_the_page_says(dtype):
+    tensor, seed = drawn_as(5, 24, dtype=dtype), module._seed("w")
     assert seed & MASK == xxhash.xxh3_64_intdigest(b"w")
-    rows, columns = (module._factors(one, np.arange(2)) for one in (seed, ~seed))
-    assert all(int(factor) % 2 for factor in np.concatenate([rows, columns]))
+    words = tensor.view(torch.uint8).numpy().view(np.uint32)
+    rows, pairs = (module._factors(one, np.arange(24)) for one in (seed, ~seed))
+    assert all(int(factor) % 2 for factor in np.concatenate([rows, pairs]))
+    columns = [int(pairs[word // 2]) * (2**32 + 1 if word % 2 else 1) for word in range(words.shape[1])]
+    expected = sum(int(bits) * int(rows[r]) * columns[w] for (r, w), bits in np.ndenumerate(words))
+    assert whole(tensor) == expected & MASK
+
+
+def test_the_value_never_changes():
+    """Two releases at the two ends of a publication, and the replay of a run, must agree."""
     assert int(module._factors(0, np.arange(2))[1]) & MASK == 0xE220A8397B1DCDAF, (
         "the first number of splitmix64 from seed 0"
     )
-    expected = sum(int(tensor[r, c]) * int(rows[r]) * int(columns[c]) for r in range(2) for c in range(2))
-    assert whole(tensor) == expected & MASK
+    assert whole(torch.arange(256, dtype=torch.uint8).view(8, 32)) == 0x704DF97309F00FC0
 
 
 @dtypes
@@ -145,7 +77,7 @@ def test_a_card_computes_the_same(dtype, monkeypatch):
     for first in (0, 1):  # whole words, and words that are cut
         results = []
         for compute, numbers in ((module._on_device, torch.arange), (module._on_cpu, np.arange)):
-            width, columns = module._columns(1, tensor, first, numbers)
+            width, columns = module._columns(1, tensor, first, numbers, in_pairs=numbers is np.arange)
             results.append(compute(tensor, width, module._factors(0, numbers(0, 13)), columns) & MASK)
         assert results[0] == results[1]
 

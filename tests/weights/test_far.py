@@ -18,8 +18,6 @@ from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import lane as lanes
 from asyncgrpo.weights.arena import Arenas
-from asyncgrpo.weights.delta import State
-from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Deltas
 from asyncgrpo.weights.receiver import Receiver
 from tests.weights.changing import LAYOUT, Engine, Fleet, change
@@ -221,20 +219,20 @@ def test_whoever_wants_no_deltas_gets_none(fleet):
 def test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_make_no_delta():
     flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
 
-    def compare(deltas: Deltas, number: int, share: float, broadcast_s: float) -> State:
+    def compare(deltas: Deltas, number: int, share: float, broadcast_s: float) -> PolicyVersion:
         change(flat, share, np.random.default_rng(number), lambda below: 0)
-        state = State(PolicyVersion(1, number), add_digests([digest(flat)]))
-        assert deltas.wants(state)
+        version = PolicyVersion(1, number)
+        assert deltas.wants(version)
         deltas.follow(LAYOUT, flat.clone())
         wait_until(lambda: deltas.poll(broadcast_s), "end of the comparison")
-        return state
+        return version
 
     for share, broadcast_s, pays in ((0.01, math.inf, True), (0.01, 0.0, False), (1.0, math.inf, False)):
         deltas = Deltas()
         first = compare(deltas, 0, 1.0, math.inf)
         newest = compare(deltas, 1, share, broadcast_s)
         assert deltas.leads_from(first) == deltas.follows(first) == deltas.follows(newest) == pays
-        assert not deltas.wants(newest) and deltas.wants(State(PolicyVersion(1, 2), "")) == pays
+        assert not deltas.wants(newest) and deltas.wants(PolicyVersion(1, 2)) == pays
         deltas.close()
 
 
@@ -248,8 +246,8 @@ def test_deltas_are_applied_in_place_but_never_to_what_the_engine_is_loading(fle
     fleet.offer(2, 0.01)
     wait_until(lambda: receiver._swapping is not None, "the swap")
     fleet.offer(3, 0.01)
-    state = State(PolicyVersion(1, 3), add_digests([digest(fleet.flat)]))
-    wait_until(lambda: fleet.publisher._members["generator-0"].place.state == state, "the delta")
+    place = fleet.publisher._members["generator-0"].place
+    wait_until(lambda: place.version == PolicyVersion(1, 3), "the delta")
     assert torch.equal(staged(receiver).arena(LAYOUT), fleet.truth[PolicyVersion(1, 2)])
     engine.may_go_on.set()
     wait_until(lambda: fleet.publisher.is_idle, "rest")

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from asyncgrpo.weights import receiver
+from asyncgrpo.weights.arena import Place
+from asyncgrpo.weights.publisher import Publisher
 from tests.weights import faults
 from tests.weights.faults import FAULTS, WRONG, run
 
@@ -22,15 +23,16 @@ def test_no_version_is_torn_or_under_another_name():
 
 
 def test_what_is_given_to_an_engine_unproved_is_seen(monkeypatch):
-    """The check itself: a receiver that believes whatever deltas it gets."""
+    """The check itself: a publisher that believes whatever receivers get."""
     monkeypatch.setattr(faults, "AFTER_A_PUBLICATION", {})
     monkeypatch.setattr(faults, "BROADCAST_ALTERED", 0.0)
     monkeypatch.setattr(faults, "LAST_WITHIN_S", 1.0)  # a wrong base may never be repaired
 
-    def believe(take):
-        return lambda self, layout, offer, staging: (take(self, layout, offer, staging), offer.digest)[1]
+    def believe(publisher: Publisher, place: Place) -> None:
+        if place.receiving is not None and not place.awaited:
+            place.newest, place.receiving = place.receiving, None
 
-    monkeypatch.setattr(receiver.Receiver, "_update", believe(receiver.Receiver._update))
+    monkeypatch.setattr(Publisher, "_compare_received", believe)
     # Which deltas are hit depends on timing: a run may have cut some and altered none.
     assert any(run(publications=20, seed=seed, often=20.0)["not what was published"] for seed in range(6))
 

@@ -43,7 +43,7 @@ def test_of_several_groups_a_late_generator_forms_only_the_newest(monkeypatch):
             group_number=number, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0
         )
 
-    offers = [Offer(version=PolicyVersion(1, number), digest="", group_number=number) for number in (1, 3)]
+    offers = [Offer(version=PolicyVersion(1, number), group_number=number) for number in (1, 3)]
     arrived = [form(1), offers[0], form(2), WireError("malformed"), form(3), offers[1]]
     late = Receiver(
         "tcp://127.0.0.1:9", generator_id="g", incarnation="0", host="h", apply=lambda *_: Checksum(""), keys=None

@@ -16,9 +16,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights import receiver as receiving
-from asyncgrpo.weights.arena import Arenas, Layout
-from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.arena import Arenas, Digests, Layout
 from asyncgrpo.weights.publication import Checksum, Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import encode
@@ -349,7 +347,7 @@ def test_engines_that_end_up_different_are_an_error(plane):
 def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
     engine = plane.add("generator-0")
     plane.publish(0)
-    checksum = Checksum(add_digests([digest(engine.held[at(0)])]))
+    checksum = changing.checksum(engine.held[at(0)], LAYOUT)
     engine.apply = lambda tensors, version: checksum  # says yes, does nothing
     plane.offer(1)
     assert "still holds the weights before" in failure_of(plane)
@@ -357,17 +355,19 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
 
 @pytest.mark.parametrize("plane", ["apart"], indirect=True)
 def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, monkeypatch):
-    real, swaps_before = receiving.digest_pieces, list[int]()
+    digests, swaps_before = Layout.digests, list[int]()
     engine = Engine()
 
-    def digest_pieces(*given: object) -> str:
-        found = real(*given)
-        if swaps_before:
-            time.sleep(0.5)  # time for a swap that must not be
-        swaps_before.append(len(engine.held))
-        return found if len(swaps_before) > 1 else "0" * 16
+    def received(layout: Layout, *given: Any) -> Digests:
+        found = digests(layout, *given)
+        if threading.current_thread().name.startswith("weights-receive"):
+            if swaps_before:
+                time.sleep(0.5)  # time for a swap that must not be
+            swaps_before.append(len(engine.held))
+            found[0] += len(swaps_before) == 1
+        return found
 
-    monkeypatch.setattr(receiving, "digest_pieces", digest_pieces)
+    monkeypatch.setattr(Layout, "digests", received)
     plane.add("generator-0", engine)
     publication = plane.publish(0)
     assert publication.attempts == 2 and swaps_before == [0, 0]

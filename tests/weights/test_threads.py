@@ -68,11 +68,11 @@ def test_a_delta_by_three_threads_is_that_of_one(three, monkeypatch):
     new = base.clone()
     new[torch.randint(0, 2**18, (3000,), generator=random)] ^= 1
     spans = [delta.Span(0, 2**17, 2), delta.Span(2**17, 2**17, 4)]
-    states = [delta.State(PolicyVersion(1, number), "0" * 16) for number in range(2)]
-    by_three = delta.Delta(*states, delta.follow(base.clone(), new, spans, 2**18))
+    versions = [PolicyVersion(1, number) for number in range(2)]
+    by_three = delta.Delta(*versions, delta.follow(base.clone(), new, spans, 2**18))
     target = base.clone()
     by_three.apply(target)
     assert torch.equal(target, new)
     monkeypatch.setattr(hashing, "num_threads", lambda: 1)
-    by_one = delta.Delta(*states, delta.follow(base.clone(), new, spans, 2**18))
+    by_one = delta.Delta(*versions, delta.follow(base.clone(), new, spans, 2**18))
     assert delta.to_bytes(by_three) == delta.to_bytes(by_one) and len(by_one.pieces) > 20

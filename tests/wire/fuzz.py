@@ -249,11 +249,11 @@ class Readers:
         self._to_publisher: list[Message] = [
             weights.Join(generator_id="g", incarnation="a", machine="m", mark="k"), weights.Alive(generator_id="g"),
             weights.GroupFormed(**name, group_number=1, problem="p"),
-            weights.Staged(**name, digest="0" * 16, writes=1),
+            weights.Staged(**name, digest=2**64 - 1, writes=1),
             weights.Swapped(**name, version=version, checksum="c"),
             weights.Checked(**name, version=version, scores=(-1.0, -2.5)),
             weights.SyncFailed(**name, reason="r", poisoned=True), weights.SyncFailed(**name, reason="r", writes=1),
-            weights.PartWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
+            weights.PartWritten(sender=1, slot=0, writes=1),
         ]  # fmt: skip
         self._to_generator: list[Message] = [
             rollouts.Ack(lease_id="1.0.0"), rollouts.Nack(lease_id="1.0.0", reason="r"),
@@ -261,9 +261,9 @@ class Readers:
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
             weights.WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),
-            weights.Offer(version=version, digest="d", file="f", slot=1, writes=2),
-            weights.Offer(version=version, digest="d", group_number=1, piece_bytes=64),
-            weights.Offer(version=version, digest="d", group_number=1, base="f", delta_bytes=10),
+            weights.Offer(version=version, file="f", slot=1, writes=2),
+            weights.Offer(version=version, group_number=1, piece_bytes=64),
+            weights.Offer(version=version, group_number=1, base="f", delta_bytes=10),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             rollouts.Grant(lease=msgspec.convert(_LEASE, Lease)),

@@ -15,10 +15,9 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import xxhash
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -28,6 +27,7 @@ from asyncgrpo.engines.torch.decoder import Decoder
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.arena import SharedTensors
+from asyncgrpo.weights.digest import tensor_digest
 from asyncgrpo.weights.files import disk_tensors
 from asyncgrpo.weights.publication import Checksum
 
@@ -63,8 +63,8 @@ class TorchEngine(Engine[Request]):
         self._work = asyncio.Event()
         self._decoder: Decoder
         self._places: dict[str, Tensor] = {}
-        self._sent: dict[str, str] = {}
-        """Digests of the tensors that were loaded last, where they are held in the dtype in which they came."""
+        self._published: list[tuple[str, torch.dtype]] = []
+        """Name and dtype of each tensor, as they were loaded last."""
         self._stepping: asyncio.Task[None] | None = None
         self._steps, self._step_s = 0, 0.0
 
@@ -72,6 +72,7 @@ class TorchEngine(Engine[Request]):
         try:
             self._model = await asyncio.to_thread(self._read_model)
             self._places = _places(self._model)
+            self._published = [(name, tensor.dtype) for name, tensor in disk_tensors(self._model).items()]
             decoder = Decoder(self._model, max_context=self.max_context, max_completions=self.max_completions)
             # One token, which allocates the cache and reveals a model that cannot run.
             request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
@@ -85,12 +86,8 @@ class TorchEngine(Engine[Request]):
         self._stepping = asyncio.create_task(self._run(decoder), name="torch-engine")
 
     async def checksum(self) -> Checksum:
-        """Return the digest of the weights. Raises EngineError if a tensor differs from the one loaded last."""
         self._require_running()
-        held = {name: tensor_digest(tensor) for name, tensor in disk_tensors(self._model).items()}
-        if wrong := [name for name, sent in self._sent.items() if held.get(name, sent) != sent]:
-            raise EngineError(f"{len(wrong)} tensors are not those of weights {self._version}, the first is {wrong[0]}")
-        return Checksum(_joined(held))
+        return Checksum.of([tensor_digest(self._places[name].to(dtype), name) for name, dtype in self._published])
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         self._require_running()
@@ -155,19 +152,11 @@ class TorchEngine(Engine[Request]):
 
     async def _load(self, tensors: SharedTensors, version: PolicyVersion, *, keep_kv: bool) -> None:
         # Without an await here, `_run` cannot step on partly replaced weights.
-        replace_tensors(self._places, self._noted(tensors))
+        replace_tensors(self._places, tensors)
+        self._published = [(name, tensor.dtype) for name, tensor in tensors]
         self._decoder.change_version(version)
         if not keep_kv:
             self._decoder.recompute()
-
-    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors unchanged, and note their digests for `checksum`."""
-        for name, tensor in tensors:
-            if name in self._places and tensor.dtype == self._places[name].dtype:
-                self._sent[name] = tensor_digest(tensor)
-            else:
-                self._sent.pop(name, None)
-            yield name, tensor
 
     def _fail(self, failure: EngineError) -> None:
         self._waiting.clear()
@@ -234,21 +223,3 @@ def replace_tensors(places: Mapping[str, Tensor], tensors: Iterable[tuple[str, T
     missing = [name for name, place in places.items() if place.data_ptr() not in written]
     if missing:
         raise EngineError(f"new weights lack {len(missing)} of the model's tensors, the first is {missing[0]}")
-
-
-def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest names, shapes, dtypes and bytes (xxh3_128): 32 hex digits. The order of `tensors` does not matter.
-
-    Each tensor is read before the next is asked for, so the caller may use one buffer for all.
-    """
-    return _joined({name: tensor_digest(tensor) for name, tensor in tensors})
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """Return shape, dtype and the digest of the bytes (xxh3_128) of a tensor."""
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return f"{list(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(content)}"
-
-
-def _joined(digests: Mapping[str, str]) -> str:
-    return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode())
