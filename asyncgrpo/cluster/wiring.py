@@ -589,8 +589,7 @@ class LearnerActor:
             service.resume(setup.checkpoint)
         else:
             recorder.resume(0, {})  # without a checkpoint, the steps of an earlier start are undone
-        start = {"lineage": setup.lineage, "version": str(service.version), "step": service.step}
-        recorder.events.write("start", **start, **recorder.undone, **about)
+        recorder.start(lineage=setup.lineage, version=str(service.version), step=service.step, **about)
         return service.run()
 
 

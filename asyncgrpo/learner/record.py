@@ -27,6 +27,7 @@ from asyncgrpo.learner.report import StepReport, lag_of, step_fields
 from asyncgrpo.recording.events import Event, EventLog, is_undone, read_events
 from asyncgrpo.recording.health import limit_of
 from asyncgrpo.recording.loggers import Loggers
+from asyncgrpo.recording.progress import unusable_of
 from asyncgrpo.recording.samples import EVALS, TRAINED, SampleWriter, paths_in, samples_of
 from asyncgrpo.types import Group, PolicyVersion
 from asyncgrpo.weights.publication import Publication
@@ -289,6 +290,11 @@ class Recorder:
                 if later > step:
                     path.unlink(missing_ok=True)
         self._ledger = Ledger(totals, seen)
+
+    def start(self, **fields: Any) -> None:
+        """Record a start. No step reports the groups that it dropped: a resume may undo that step, but not the drops."""
+        self._reported.update({f"groups_dropped_{why}": n for why, n in unusable_of(fields).items()})
+        self.events.write("start", **self.undone, **fields)
 
     def step(
         self,

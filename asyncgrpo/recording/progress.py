@@ -152,6 +152,7 @@ class Progress:
         self.total_steps, self.total_prompts = event.get("steps"), event.get("prompts")
         self.undone_steps += event.get("undone_steps") or 0
         self.generated_before = event.get("generated") or 0
+        self.dropped.update(unusable_of(event))
         self.end = self.advice = None
         self.paused, self.is_paused = {}, False
         self.syncs.clear()  # this start has not landed their versions
@@ -276,6 +277,11 @@ class Progress:
 def _keep(newest: list[Any], one: Any, most: int) -> None:
     newest.append(one)
     del newest[:-most]
+
+
+def unusable_of(start: Event) -> dict[str, int]:
+    """Return the groups of earlier starts that a start dropped, by reason."""
+    return {why: groups for why, groups in (start.get("recovered") or {}).items() if why != "ready"}
 
 
 def lags_of(step: Event) -> dict[int, int]:

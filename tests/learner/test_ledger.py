@@ -99,23 +99,30 @@ def test_the_totals_of_a_killed_run_agree_with_each_other(recorder, tmp_path):
     buffer.generate(40)
     write_step(first, 3, {**buffer.counters(), "groups_dropped_stale": 1})
 
+    start = {"run": "r", "sizes": "", "step": 1}
     second, buffer = recorder(), Tokens(recovered=70)
     second.resume(1, saved)
-    second.events.write("start", run="r", lineage=2, version="2.1", step=1, sizes="", **second.undone)
+    second.start(**start, lineage=2, version="2.1", recovered={"ahead": 2, "ready": 5})
     buffer.settle("unusable", 20)
-    buffer.settle("trained", 50)
     write_step(second, 2, {**buffer.counters(), "groups_dropped_ahead": 2})
-    second.last({**buffer.counters(), "groups_dropped_ahead": 2})
-    second.end("done", 2)
+
+    third, buffer = recorder(), Tokens(recovered=50)
+    third.resume(1, saved)
+    third.start(**start, lineage=3, version="3.1", recovered={"ahead": 1, "ready": 4})
+    buffer.settle("trained", 50)
+    counters = {**buffer.counters(), "groups_dropped_ahead": 1}
+    write_step(third, 2, counters)
+    third.last(counters)
+    third.end("done", 2)
 
     events = list(read_events(tmp_path / "metrics.jsonl"))
     progress = Progress.of(events)
     assert_balanced(progress.tokens)
-    assert progress.undone_steps == 2
-    assert progress.dropped == {"stale": 1, "ahead": 2}, "also what no step event before the crash told of"
+    assert progress.undone_steps == 3
+    assert progress.dropped == {"stale": 1, "ahead": 3}, "also what no step event before a crash told of"
     text = summary(Progress.of(events))
-    assert "140 generated = 110 trained + 30 dropped (stale 10, unusable 20)" in text
-    assert "3 groups: ahead 2, stale 1" in text and "2 steps after the last checkpoint before a crash" in text
+    assert "140 generated = 110 trained + 10 dropped (stale 10) + 20 undone by restarts" in text
+    assert "4 groups: ahead 3, stale 1" in text and "3 steps after the last checkpoint before a crash" in text
 
 
 def test_a_resume_removes_the_samples_of_undone_steps(recorder, tmp_path):
