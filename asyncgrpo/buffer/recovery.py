@@ -72,6 +72,9 @@ def reopen(
 ) -> Reopened:
     """Read and repair the journal in `folder`, decide on its groups, and continue writing it.
 
+    With `buffer.durability: memory` a journal of earlier starts records this start and the drop of their groups, and no more:
+    later starts need both.
+
     Args:
         run_started: this start.
         prompts: restored from the checkpoint that this start resumes from.
@@ -79,18 +82,18 @@ def reopen(
     Raises:
         JournalError: the folder cannot be read. (A failed write is retried.)
     """
-    if config.durability == "memory":
-        return Reopened(InMemory(), History(folder, [], []), [], EarlierFailures())
-    history = read_rest(folder, run_started.parent, prompts.is_done)
+    history, durability = read_rest(folder, run_started.parent, prompts.is_done), config.durability
+    if durability == "memory":
+        if not history.segments:
+            return Reopened(InMemory(), history, [], EarlierFailures())
+        durability = "written"
     repair(history)
     if config.max_lag == "auto":
         auto = AutoLag(config.auto_lag.max, bound_in_force(history, run_started.parent))
         run_started = msgspec.structs.replace(run_started, max_lag=auto.max_lag)
     verdicts = judge(history, prompts, run_started, config)
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
-    journal = Journal(
-        history, run_started, config.durability, survivors=survivors, keep=config.keep_journal, **of_journal
-    )
+    journal = Journal(history, run_started, durability, survivors=survivors, keep=config.keep_journal, **of_journal)
     return Reopened(journal, history, verdicts, earlier_failures(history, prompts), run_started.max_lag)
 
 
@@ -116,6 +119,9 @@ def bring_back(buffer: Buffer, reopened: Reopened, images: Images | None = None)
         else:
             buffer.drop_recovered(record.lease_id, record.prompt_index, record.tokens, reason or "damaged")
         counts["ready" if group is not None else reason or "damaged"] += 1
+    if buffer.config.durability == "memory":
+        buffer.journal.close()
+        buffer.journal = InMemory()
     if counts:
         log.info("untrained groups of earlier starts: %s", dict(counts))
     return dict(counts)
@@ -155,7 +161,7 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
     """Return a verdict on every group of a history that `read_rest` has read, in order of arrival.
 
     The reasons: `superseded` (the prompt is done, or a later group is of the same prompt), `incompatible` (sampled or
-    scored under other settings), `ahead` (sampled by weights that are gone), `damaged`, `stale`.
+    scored under other settings, or this start keeps no journal), `ahead` (sampled by weights that are gone), `damaged`, `stale`.
 
     Args:
         prompts: restored from the checkpoint.
@@ -175,6 +181,7 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
             one.reason = "superseded"
         elif (
             start is None
+            or config.durability == "memory"
             or start.compatibility_key != run_started.compatibility_key
             or start.prompts.order != run_started.prompts.order  # its index is another prompt now
         ):

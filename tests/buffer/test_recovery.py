@@ -134,6 +134,24 @@ def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_do
     assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == taken
 
 
+def test_a_part_without_a_journal_settles_what_was_waiting_and_breaks_no_path(one_step_done):
+    folder, _, prompts_at_1 = one_step_done
+    buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), durability="memory")
+    assert counts == {"incompatible": 4}
+    buffer.trained(PolicyVersion(2, 1))
+    for _ in range(2):
+        accept(buffer, lease(buffer), 1, lineage=2)
+    assert buffer.take(PolicyVersion(2, 1)) is not None
+    buffer.trained(PolicyVersion(2, 2))
+    at_2 = PolicyVersion(2, 2), buffer.prompts.state()
+    buffer, counts = start(folder, 3, checkpoint=at_2)
+    assert counts == {}, "also none of the step before"
+    assert surviving_path(read_history(folder).starts, at_2[0]) == {1: 1, 2: 2, 3: 2}
+    assert not [
+        found for found in read_history(folder).found if found.lineage == 2 and isinstance(found.record, Delivered)
+    ]
+
+
 def test_a_start_keeps_only_the_records_that_matter(tmp_path: Path):
     folder = tmp_path / "journal"
     buffer, _ = start(folder, 1, count=1000, segment_bytes=500)
