@@ -14,6 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -219,7 +220,7 @@ class Evaluations:
         self._held: defaultdict[str, list[str]] = defaultdict(list)  # lease ids by holder
         self._scored: set[str] = set()  # leases for which only scores are missing
         self.finished: tuple[EvalResult, ...] = ()
-        """Those since the last `take_finished`."""
+        """Those since the last `take_finished`, by step."""
 
     def take_finished(self) -> tuple[EvalResult, ...]:
         """Return the evaluations that were finished since the last call."""
@@ -349,7 +350,7 @@ class Evaluations:
             seconds=now_s - evaluation.started_s,
             suites={name: suite.result() for name, suite in evaluation.suites.items()},
         )
-        self.finished += (result,)
+        self.finished = tuple(sorted((*self.finished, result), key=attrgetter("step")))
 
     def _lease(self, step: int, index: int, attempt: int) -> Lease:
         group_id = f"eval.{self.lineage}.{step}.{index}"

@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -46,7 +47,7 @@ def plot(events: Iterable[Event], png_path: Path) -> Path:
     figure = Figure(figsize=(12.8, 8), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)
     (reward, lag), (gap, time) = figure.subplots(2, 2, sharex=True)
-    _reward(reward, steps, rows["eval"])
+    _reward(reward, steps, sorted(rows["eval"], key=itemgetter("step")))  # they are in the order of their ends
     _lag(lag, [step for step in steps if step["lags"]])
     _gap(gap, steps, rows["sync"])
     _time(time, steps)

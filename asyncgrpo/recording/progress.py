@@ -88,7 +88,7 @@ class Progress:
     counts: Counter[str] = field(default_factory=Counter)
     """Events by kind."""
     newest: dict[str, Event] = field(default_factory=dict)
-    """Last event of each kind."""
+    """Last event of each kind, but the evaluation of the latest step: it may end before an earlier one."""
     first_eval: Event | None = None
     syncs: list[Event] = field(default_factory=list)
     """The newest."""
@@ -138,7 +138,7 @@ class Progress:
             self.__dict__.update(Progress().__dict__)
             return
         self.counts[kind] += 1
-        self.newest[kind] = event
+        self.newest[kind] = max(event, self.newest.get(kind, event), key=_step_of) if kind == "eval" else event
         if "time" in event:
             self.started = event["time"] if self.started is None else self.started
             self.updated = event["time"]
@@ -185,7 +185,7 @@ class Progress:
         self.filtered.update(event.get("filtered") or {})
 
     def _on_eval(self, event: Event) -> None:
-        self.first_eval = self.first_eval or event
+        self.first_eval = min(self.first_eval or event, event, key=_step_of)
 
     def _on_sync(self, event: Event) -> None:
         _keep(self.syncs, event, 8)
@@ -282,6 +282,10 @@ def _keep(newest: list[Any], one: Any, most: int) -> None:
 def unusable_of(start: Event) -> dict[str, int]:
     """Return the groups of earlier starts that a start dropped, by reason."""
     return {why: groups for why, groups in (start.get("recovered") or {}).items() if why != "ready"}
+
+
+def _step_of(event: Event) -> int:
+    return event["step"]
 
 
 def lags_of(step: Event) -> dict[int, int]:

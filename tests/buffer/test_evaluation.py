@@ -48,6 +48,16 @@ def test_the_result_counts_every_prompt_and_names_the_versions():
     assert result.failures == {"timeout": 1} and result.seconds == 3.0
 
 
+def test_evaluations_that_ended_since_the_last_reply_are_in_the_order_of_their_steps():
+    evaluations = make()
+    evaluations.request(5, 0.0)
+    late = [evaluations.lease("g", 0.0) for _ in PROMPTS]
+    evaluations.request(6, 1.0)
+    for lease in [*(evaluations.lease("g", 1.0) for _ in PROMPTS), *late]:
+        evaluations.accept(delivery_of(lease, 1.0), 2.0)
+    assert [result.step for result in evaluations.take_finished()] == [5, 6]
+
+
 def test_a_prompt_that_always_fails_or_is_late_or_ends_its_generator_is_counted_and_the_evaluation_ends():
     evaluations = make()
     evaluations.request(0, 0.0)

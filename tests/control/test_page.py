@@ -78,6 +78,11 @@ def test_it_shows_how_the_run_is(page: Page, operator: FakeOperator):
     page.wait("document.querySelector('#step').innerText.includes('reward 0.875')")
 
 
+def test_an_evaluation_that_ends_late_replaces_none_of_a_later_step(page: Page):
+    take = "[5, 7, 6, 6].forEach((step) => events.take({event: 'eval', step})); return events.evals.length"
+    assert page.value(f"import('/events.js').then((m) => {{ const events = new m.Events(); {take} }})") == 3
+
+
 def test_buttons_ask_and_reach_the_driver(page: Page, operator: FakeOperator):
     operator.failure = CommandRefused("the run is ending")
     page.click("#checkpoint")

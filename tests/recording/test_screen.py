@@ -285,6 +285,13 @@ def test_the_summary_says_what_the_run_did():
     assert "demo: drained at step 1 of 20" in summary(cut), "the learner died after its last checkpoint"
 
 
+def test_the_summary_has_the_evaluations_of_the_first_and_the_latest_step_in_whichever_order_they_ended():
+    first, middle, latest = (EVAL | {"step": n, "reward_mean": n / 100} for n in (0, 10, 20))
+    for ended in ([first, latest, middle], [middle, first, latest]):
+        text = summary(Progress.of([START, *ended[:2], step(1), ended[2], END]))
+        assert "eval          0.000 -> 0.200" in text.splitlines()
+
+
 def flow(n: int, **more) -> Event:
     """A step at which `fresh` keeps eleven groups under way, and four generators have places for 32."""
     at = {"max_lag": 4, "slots": 40, "wanted": 12, "under_way": 11, "ready_seconds": 0.3 * n}

@@ -50,7 +50,7 @@ export class Events {
       while (this.steps.length && this.steps.at(-1).step >= event.step) this.steps.pop();
       this.steps.push(event);
     } else if (event.event === "eval") {
-      this.evals = this.evals.filter((one) => one.step < event.step);
+      this.evals = this.evals.filter((one) => one.step !== event.step);
       this.evals.push(event);
     } else if (event.event === "sync") {
       this.sync = event;
