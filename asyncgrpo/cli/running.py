@@ -24,7 +24,7 @@ from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.reach import find_model
 from asyncgrpo.config.rules import check_model, local_model
 from asyncgrpo.config.schema import Config, is_file
-from asyncgrpo.data.loading import check, open_source, prompt_of
+from asyncgrpo.data.loading import Checked, check, open_source, prompt_of
 from asyncgrpo.data.sources import read_rows
 from asyncgrpo.errors import ConfigError, RewardError
 from asyncgrpo.host import Host, has_gpu, importing
@@ -49,11 +49,11 @@ _OTHER_FILES_BYTES = 2**26
 """Space in a run folder for all files but checkpoints."""
 
 
-def check_run(config: Config) -> str:
+def check_run(config: Config) -> tuple[str, dict[str, Checked]]:
     """Check everything about a run that is known before it starts.
 
     Returns:
-        Description of the reward.
+        As `check_inputs`.
     Raises:
         ConfigError, DataError, RewardError: the run would fail.
     """
@@ -68,10 +68,10 @@ def check_run(config: Config) -> str:
     check_settings(config)
     if config.cluster.ray_address is None:  # a Ray cluster is checked when the run has connected to it
         check_gpus(config, torch.cuda.device_count(), learner_on_gpu=uses_cuda(config))
-    reward = check_inputs(config)
+    found = check_inputs(config)
     check_fit(config)
     _check_training(config)
-    return reward
+    return found
 
 
 def check_settings(config: Config) -> None:
@@ -96,11 +96,11 @@ def check_files(config: Config) -> None:
                 pass
 
 
-def check_inputs(config: Config) -> str:
+def check_inputs(config: Config) -> tuple[str, dict[str, Checked]]:
     """Check the inputs of a run or an evaluation: engine, model, tokenizer, reward and prompts.
 
     Returns:
-        Description of the reward.
+        Description of the reward, and the rows of `train` and of each suite.
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used.
     """
@@ -120,14 +120,13 @@ def check_inputs(config: Config) -> str:
     check_extra(config.generators)
     reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S, trial=_trial(config))
     if (agent := build_agent(config.environment)) is not None:
-        _check_prompts(config, None if config.reward.function is None else reward)
-        return f"{agent.about}; where it returns nothing, {reward.about}"
+        prompts = _check_prompts(config, None if config.reward.function is None else reward)
+        return f"{agent.about}; where it returns nothing, {reward.about}", prompts
     environment = build_environment(config.environment)
     if environment is not None and environment_scores(config, environment):
-        _check_prompts(config, None)
-        return environment.about
-    _check_prompts(config, reward)
-    return reward.about if environment is None else f"{reward.about}, in {environment.about}"
+        return environment.about, _check_prompts(config, None)
+    about = reward.about if environment is None else f"{reward.about}, in {environment.about}"
+    return about, _check_prompts(config, reward)
 
 
 def _trial(config: Config) -> "Prompt | None":
@@ -138,7 +137,7 @@ def _trial(config: Config) -> "Prompt | None":
     return prompt_of("train/0", schema.to_record(rows[0], 0))
 
 
-def _check_prompts(config: Config, reward: "Reward | None") -> None:
+def _check_prompts(config: Config, reward: "Reward | None") -> dict[str, Checked]:
     from asyncgrpo.rewards.teacher import check_teachers
 
     found = check(config, lambda line: typer.echo(line, err=True))
@@ -152,6 +151,7 @@ def _check_prompts(config: Config, reward: "Reward | None") -> None:
         is_one = epochs is not None and epochs * rows <= wanted
         then = "the run is one smaller step" if is_one else "a step takes a prompt more than once"
         log.warning("buffer.prompts_per_step (%d) is more than the rows of data.train (%d): %s", wanted, rows, then)
+    return found
 
 
 def check_sources(reward: "Reward", sources: set[str], where: str) -> None:
@@ -240,8 +240,7 @@ def preview(config: Config, algorithm: str | None = None) -> None:
     from asyncgrpo.cluster.folder import RunFolder, look
 
     with importing():
-        reward = check_run(config)
-        prompts = check(config)
+        reward, prompts = check_run(config)
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     standing = look(config, folder)
@@ -363,7 +362,7 @@ def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str]:
     with importing():
         if make is not None:
             make()
-        return check_run(config), memory_table(config)
+        return check_run(config)[0], memory_table(config)
 
 
 @contextmanager

@@ -89,12 +89,15 @@ def preview(asyncgrpo, *typed: str):
     return ended
 
 
-def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
+def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files, caplog):
+    with open(files / "train.jsonl", "a") as file:
+        file.write('{"prompt": "999", "ground_truth": null, "data_source": "demo_increment"}\n')
     ended = preview(asyncgrpo, "train", "--model", "model1", "--eval-data", "eval.jsonl", *TRAIN)
     assert ended.code == 0 and not started, ended
     rows = len((files / "train.jsonl").read_text().splitlines())
     assert f"data.train: train.jsonl, {rows:,} rows\n" in ended.out and "data.eval: eval.jsonl, " in ended.out
     assert "1 generator (torch, on CPU) + 1 learner rank" in ended.out and "new, starts at" in ended.out
+    assert caplog.text.count("rows have no answer") == 1, "each file is checked once"
 
 
 def test_a_dry_run_refuses_a_teacher_that_is_missing_or_has_other_tokens(asyncgrpo, started, files):
