@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +91,9 @@ def ray_session(config: Config) -> Iterator[None]:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     # With Ray's own handler, SIGTERM would wait until Ray has started, and end with the wrong exit code.
     ray._private.utils.set_sigterm_handler = lambda handler: None
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    # Ray's workers would import modules of the working directory before packages, also where this process imports none of it.
+    job = ray.job_config.JobConfig(_client_job={"", os.getcwd()}.isdisjoint(sys.path))
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False, "job_config": job}
     try:
         if address is not None:
             check_ray(address)

@@ -1,6 +1,5 @@
 """The Ray that we start listens on loopback alone and asks for a token, and only this user can look into its session."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, sessio
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, RewardError, StalledError
+from tests import runs
 
 
 def config(*settings: str) -> Config:
@@ -36,6 +36,7 @@ with ray_session(load_config("quickstart", ["model.path=m", "data.train=t"])):
     assert ray.get(ray.remote(lambda: print("7") or 7).remote()) == 7
     assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0), "a worker gives way to others"
     assert ray.get(ray.remote(lambda: os.environ["RES_OPTIONS"]).remote()) == "timeout:1", "it waits for a dead DNS server"
+    assert ray.get(ray.remote(lambda: __import__("wave").Error.__name__).remote()) == "Error", "the library's, not that here"
     context = ray.get_runtime_context()
     assert not ray._private.worker.global_worker.node.webui_url, "a dashboard"
 
@@ -71,12 +72,16 @@ with ray_session(load_config("quickstart", ["model.path=m", "data.train=t"])):
 
 
 @pytest.mark.slow
-def test_a_request_without_the_token_is_refused_and_sigterm_ends_the_session_without_a_stack_of_c():
+def test_a_request_without_the_token_is_refused_and_sigterm_ends_the_session_without_a_stack_of_c(tmp_path):
+    (tmp_path / "wave.py").touch()
     pytest.importorskip("grpc")
-    environment = os.environ | {"HOME": "/proc", "RAY_AUTH_MODE": "disabled"}  # a home that cannot be written
+    environment = runs.environment() | {"HOME": "/proc", "RAY_AUTH_MODE": "disabled"}  # a home that cannot be written
     for own in ("RAY_AUTH_TOKEN", "RES_OPTIONS"):
         environment.pop(own, None)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM],  # as a script, which does not import from the working directory
+        **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120},
+    )
     assert (done.returncode, "SIGTERM received" in done.stderr) == (-signal.SIGTERM, False), done.stderr
     assert done.stdout.split() == ["UNAUTHENTICATED", "UNAUTHENTICATED", "True"]
 
