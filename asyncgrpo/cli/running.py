@@ -4,6 +4,7 @@ The checks read the files of the run and call its functions, so that an error sh
 """
 
 import logging
+import resource
 import shutil
 import sys
 import threading
@@ -45,6 +46,8 @@ REWARD_IMPORT_S = 10.0
 """Deadline for importing a user's reward file before the run starts."""
 _READ_EARLY_BYTES = 2**22
 """Size up to which a data file is read in the driver. Parquet is left to the warm process, which has pyarrow."""
+_FEWEST_OPEN_FILES = 128
+"""The limit with which a small run works. With 64 its first processes end without a message."""
 _OTHER_FILES_BYTES = 2**26
 """Space in a run folder for all files but checkpoints."""
 
@@ -78,6 +81,8 @@ def check_settings(config: Config) -> None:
     """Check a configuration without its files and the GPUs of this machine. Raises ConfigError."""
     from asyncgrpo.wire.sockets import check_bind
 
+    if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < _FEWEST_OPEN_FILES:  # -1: unlimited
+        raise ConfigError(f"a process may open {most} files, too few for Ray and the sockets of a run: ulimit -n 8192")
     check_bind(config.cluster.bind)
     check_loggers(config.run.loggers)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 import shlex
 import threading
 import time
@@ -139,13 +140,18 @@ def test_the_run_folder_is_that_of_the_flag_or_else_of_the_file(asyncgrpo, start
     assert len(reads) == len(cases) + 3, "each file is read once, `mine.yaml` also for `other.yaml`"
 
 
-def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncgrpo, started, files):
+def test_a_dry_run_of_serve_finds_too_few_gpus_and_files_and_a_folder_that_is_taken(
+    asyncgrpo, started, files, monkeypatch
+):
     typed = ["serve", *SERVED, "run.out=served"]
     assert preview(asyncgrpo, *typed).code == 0
     ended = preview(asyncgrpo, *typed, "generators.gpus_each=64", "generators.count=1")
     assert ended.code == 1 and "this run needs 64 GPUs" in ended.err
     (files / "file").write_text("")
     assert "cannot be written" in preview(asyncgrpo, *typed, "run.out=file/run").err
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    for ended in (preview(asyncgrpo, *typed), asyncgrpo(*typed)):
+        assert ended.err.startswith("error: a process may open 64 files, too few") and not started
     assert not started
 
 
