@@ -47,6 +47,8 @@ _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _CHINESE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+")
 _SPELT = str.maketrans("０１２３４５６７８９％＋－−＝／．（）", "0123456789%+--=/.()") | {ord("°"): r"^\circ"}
 _SPELT |= {ord(one): f" {unicodedata.normalize('NFKC', one)}".replace("⁄", "/") for one in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_SPELT[ord("∞")] = r"\infty "
+_POWER = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+|[^\W\d]))")
 _SPACE = r"(?:\s|\\[ ,;:!])+"
 _THOUSANDS = re.compile(rf"(?<=\d){_SPACE}(?=\d{{3}}(?!\d))")
@@ -174,9 +176,10 @@ def _tidy(text: str) -> str:
 def _spaced(text: str) -> str:
     """Replace Chinese characters and stops by spaces, so that the numbers between them are words of their own.
 
-    Full-width characters, degrees, roots and fractions of one character are spelt as math-verify reads them.
+    Full-width characters, degrees, infinity, powers, roots and fractions of one character are spelt as math-verify reads them.
     """
-    spelt = _ROOT.sub(r"\\sqrt{\1\2\3}", text.replace("^°", "°").translate(_SPELT))
+    powers = _POWER.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    spelt = _ROOT.sub(r"\\sqrt{\1\2\3}", powers.replace("^°", "°").translate(_SPELT))
     return _CHINESE.sub(" ", spelt.replace("答案", " answer "))
 
 
