@@ -19,7 +19,7 @@ import typer
 from asyncgrpo import scratch, warm
 from asyncgrpo.cli.options import size_in_words
 from asyncgrpo.config import placement
-from asyncgrpo.config.explain import sizes_in_words
+from asyncgrpo.config.explain import counted, sizes_in_words
 from asyncgrpo.config.memory import Card, runs_on_gpu
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.reach import find_model
@@ -252,7 +252,7 @@ def preview(config: Config, algorithm: str | None = None) -> None:
     start = ["new, starts at step 0"] if standing.is_new else standing.lines(config.run.out)
     named = sources_of(config)
     lines = [sizes_in_words(config, algorithm), f"model: {config.model.path}"]
-    lines += [f"data.{split}: {named[split]}, {about.rows:,} rows" for split, about in prompts.items()]
+    lines += [f"data.{split}: {named[split]}, {counted(about.rows, 'row')}" for split, about in prompts.items()]
     lines += [f"reward: {reward}", f"folder: {folder.path}", *start, *filter(None, [memory_table(config)])]
     typer.echo("\n".join([*lines, "dry run: nothing was started or written"]))
 

@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncgrpo.config.explain import counted
 from asyncgrpo.logs import visible
 from asyncgrpo.recording.events import Event, Follower
 from asyncgrpo.recording.progress import (
@@ -223,9 +224,9 @@ def _rows(progress: Progress) -> Rows:
     if progress.steps:
         yield from _of_steps(progress)
     if dropped := progress.dropped:
-        yield "dropped", f"{sum(dropped.values()):,} groups: {counts_in_words(dropped)}"
+        yield "dropped", f"{counted(sum(dropped.values()), 'group')}: {counts_in_words(dropped)}"
     if filtered := progress.filtered:
-        yield "filtered", f"{sum(filtered.values()):,} groups without signal: {counts_in_words(filtered)}"
+        yield "filtered", f"{counted(sum(filtered.values()), 'group')} without signal: {counts_in_words(filtered)}"
     if (checkpoint := progress.newest.get("checkpoint")) is not None:
         yield "checkpoint", f"{checkpoint['path']} (step {checkpoint['step']})"
 
@@ -256,7 +257,10 @@ def _of_steps(progress: Progress) -> Rows:
     if restarts := progress.counts["restart"]:
         yield "restarts", str(restarts)
     if progress.undone_steps:
-        yield "undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again"
+        yield (
+            "undone",
+            f"{counted(progress.undone_steps, 'step')} after the last checkpoint before a crash, trained again",
+        )
     if faults := progress.counts["fault"]:
         recoveries = progress.counts["recovered"]
         slowest = f", the slowest in {progress.slowest_recovery_s:.1f} s" if recoveries else ""
