@@ -122,6 +122,8 @@ _NOT_FOR_AN_ENGINE = {
     "attn_dp_size": f"{_ONE_GROUP}; leave it out",
     "enable_dp_attention": f"{_ONE_GROUP}; leave it out",
     "nnodes": "an engine runs on one machine; leave it out",
+    "model_path": "an engine samples from the weights that the learner publishes; set model.path instead",
+    "dtype": "an engine holds the weights as the learner publishes them; set model.dtype instead",
     "speculative_algorithm": "speculative tokens would have the wrong policy version; leave it out",
 }
 """Arguments of SGLang that an engine cannot have: the reason and the fix."""

@@ -189,6 +189,7 @@ cluster.share_gpu=true generators.count=1 weights.backend=nccl -> use weights.ba
 generators.extra.dp_size=2 -> generators.extra.dp_size is 2, but an engine is one group of tensor-parallel
 generators.extra.pp_size=2 -> raise generators.gpus_each
 generators.extra.enable_dp_attention=true -> generators.extra.enable_dp_attention is true, but
+generators.extra.dtype=bfloat16 -> generators.extra.dtype is bfloat16, but an engine holds the weights as
 generators.extra.speculative_algorithm=EAGLE -> would have the wrong policy version
 generators.engine=torch generators.extra.page_size=16 -> which generators.engine=torch does not take
 """
