@@ -1,9 +1,9 @@
 """Publications: the sync check that proves one, the publisher's members, and the state and report of each.
 
 The sync check compares log-probs of learner and engine on the same tokens, to prove that the engine uses its new weights.
-A digest proves that bytes arrived. It cannot detect an engine that ignores a tensor, merges adapters wrongly or keeps keys
-and values of older weights. So under each published version the learner and every engine score the same few sequences. The
-difference of their log-probs is the sync gap, in nats. It is never 0, because their arithmetic differs.
+Digests prove that an engine holds the published tensors. They cannot detect adapters that were merged wrongly, or an engine
+that keeps keys and values of older weights. So under each published version the learner and every engine score the same few
+sequences. The difference of their log-probs is the sync gap, in nats. It is never 0, because their arithmetic differs.
 
 Its size depends on the dtype, the kernels and the model. The first gap of a run calibrates the limit, because both sides
 then hold the weights of the model's folder. A later gap may be `TIMES_THE_FIRST` as large, within the bounds of its dtype.
