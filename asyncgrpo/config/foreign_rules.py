@@ -245,7 +245,7 @@ _CORRECTION, _ASYNC = "algorithm.rollout_correction.", "async_training."
 _V1_MODE = "trainer.v1.trainer_mode"
 
 # verl's defaults, where a rule needs a key that was not given.
-_MINI_BATCH, _KL_COEF, _THRESHOLD, _EPOCHS = 256, 0.001, 2.0, 30
+_MINI_BATCH, _KL_COEF, _THRESHOLD, _EPOCHS, _CLIP = 256, 0.001, 2.0, 30, 0.2
 _STALENESS, _SYNC_EVERY = 0.1, 4
 
 
@@ -434,16 +434,56 @@ def verl_advantage(_: Any, given: Given, ours: str) -> Translated:
     centred = named.startswith("grpo") and given.get("algorithm.norm_adv_by_std_in_grpo", True) is False
     if centred and named == "grpo_passk":
         return "pass_at_k always divides by the std"
+    if centred and named == "grpo_vectorized":
+        return {ours: "grpo"}, "verl's grpo_vectorized always divides by the std"
     return {ours: "dr_grpo" if centred else _ADVANTAGES[named]}
 
 
+_SURROGATES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"} | {
+    name: name for name in ("ppo_clip", "gspo", "cispo", "sapo", "reinforce", "dppo_tv", "dppo_kl", "vespo", "dro")
+}
+_BY_COMPLETION = ("sapo", "geo_mean")
+"""Losses that verl averages as `seq-mean-token-mean`, whatever `loss_agg_mode` is."""
+_AGGREGATIONS = {"true": "token-mean", "false": "seq-mean-token-mean"} | {
+    name: name for name in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+}
+
+
+def verl_loss(value: Any, given: Given, ours: str) -> Translated:
+    if _has_loss_type(given):
+        return "in bypass mode loss_type decides"
+    if (named := str(value)) not in _SURROGATES:
+        return f"{named} has no counterpart"
+    found = {ours: _SURROGATES[named]}
+    if named in _BY_COMPLETION:
+        found["algorithm.aggregation"] = "seq-mean-token-mean"
+    if _is_fully_async(given) and _bypasses(given) and found[ours] != "ppo_clip":
+        return found, "in bypass mode verl's recipe takes loss_type instead, by default ppo_clip"
+    return found
+
+
+def verl_aggregation(value: Any, given: Given, ours: str) -> Translated:
+    if _loss(given) in _BY_COMPLETION:
+        return f"verl averages {_loss(given)} as seq-mean-token-mean; here its KL and entropy, too"
+    return {ours: _AGGREGATIONS[text]} if (text := as_text(value)) in _AGGREGATIONS else f"{text} has no counterpart"
+
+
+def verl_entropy(value: Any, _: Given, ours: str) -> Translated:
+    found = {ours: value}
+    return (found, "hopeless groups lower it here (docs/stability.md)") if value else found
+
+
+def _has_loss_type(given: Given) -> bool:
+    return given.get(f"{_CORRECTION}bypass_mode") is True and f"{_CORRECTION}loss_type" in given
+
+
 def _loss(given: Given) -> str:
-    if given.get(f"{_CORRECTION}bypass_mode") is True and f"{_CORRECTION}loss_type" in given:
+    if _has_loss_type(given):
         return str(given[f"{_CORRECTION}loss_type"])
     return str(given.get(f"{_ACTOR}policy_loss.loss_mode", given.get(f"{_ACTOR}loss_mode", "vanilla")))
 
 
-def _clipped(given: Given, **bounds: Any) -> Translated:
+def _clipped(given: Given, **bounds: Any) -> dict[str, Any] | str:
     """The bounds of a ratio, by side."""
     if (name := _CLIPPED.get(_loss(given))) is None:
         return f"the loss {_loss(given)} has no such bound"
@@ -451,7 +491,11 @@ def _clipped(given: Given, **bounds: Any) -> Translated:
 
 
 def verl_clip(value: Any, given: Given, _: str) -> Translated:
-    return _clipped(given, **{side: given.get(f"{_ACTOR}clip_ratio_{side}", value) for side in ("low", "high")})
+    sides = {side: f"{_ACTOR}clip_ratio_{side}" for side in ("low", "high")}
+    found = _clipped(given, **{side: value if given.get(key) is None else given[key] for side, key in sides.items()})
+    if isinstance(found, str) or value == _CLIP or given.keys() >= set(sides.values()):
+        return found
+    return found, f"verl itself takes clip_ratio_low and clip_ratio_high, by default {_CLIP}"
 
 
 def verl_clip_side(value: Any, given: Given, ours: str) -> Translated:
@@ -475,7 +519,10 @@ def verl_kl_in_reward(value: Any, given: Given, ours: str) -> Translated:
         return {ours: "loss"}
     if given.get(f"{_ACTOR}use_kl_loss"):
         return "the KL is in the loss or in the reward, not in both"
-    return {ours: "reward", "algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", _KL_COEF)}
+    found = {ours: "reward", "algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", _KL_COEF)}
+    if given.get("algorithm.adv_estimator") == "remax":
+        return found, "in verl the KL of a token lowers the advantages of it and of those before it, here of all"
+    return found
 
 
 def _bypasses(given: Given) -> bool:
@@ -507,14 +554,19 @@ def _has_ratio(given: Given) -> bool:
 def verl_weight(value: Any, given: Given, ours: str) -> Translated:
     if value is not None and _has_ratio(given):
         return "verl does not apply it: the loss of its bypass mode has that ratio already"
-    return {ours: _corrections(given)[0]}
+    found = {ours: _corrections(given)[0]}
+    return (found, "verl takes its geometric mean over a completion") if _loss(given) == "geo_mean" else found
 
 
 def verl_rejections(_: Any, given: Given, ours: str) -> Translated:
     found, absent = _corrections(given)
-    if not absent:
-        return {ours: found}
-    return ({ours: found}, absent) if any(one.get("action") != "truncate" for one in found) else absent
+    rejects = any(one.get("kind") == "divergence" or one.get("action") == "reject" for one in found)
+    if absent and not rejects:
+        return absent
+    notes = [absent] if absent else []
+    if rejects and not _bypasses(given):
+        notes.append("what is rejected leaves verl's denominators and its KL, not ours")
+    return {ours: found}, "; ".join(notes)
 
 
 def _corrections(given: Given) -> tuple[list[dict[str, Any]], str]:

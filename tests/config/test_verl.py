@@ -160,6 +160,13 @@ CORRECTION.rollout_rs=token_k1,seq_mean_k3 CORRECTION.rollout_rs_threshold=0.5_2
 CORRECTION.rollout_rs=token_k1,seq_max_k2 CORRECTION.rollout_rs_threshold=0.5_2.0,2.5
     -> 'algorithm.corrections=[{level: token, action: reject, low_ratio: 0.5, high_ratio: 2.0}]'
 CORRECTION.rollout_rs=seq_max_k2 CORRECTION.bypass_mode=false -> algorithm.anchor=proximal algorithm.corrections=[]
+# verl averages two losses by completion, whatever loss_agg_mode is
+ACTOR.policy_loss.loss_mode=sapo ACTOR.loss_agg_mode=token-mean
+    -> algorithm.loss=sapo algorithm.aggregation=seq-mean-token-mean
+ACTOR.loss_mode=geo_mean -> algorithm.loss=gmpo algorithm.aggregation=seq-mean-token-mean
+CORRECTION.bypass_mode=true CORRECTION.loss_type=reinforce ACTOR.policy_loss.loss_mode=gspo
+    -> algorithm.anchor=behaviour algorithm.corrections=[] algorithm.loss=reinforce
+algorithm.adv_estimator=grpo_vectorized algorithm.norm_adv_by_std_in_grpo=false -> algorithm.advantage=grpo
 # one step off
 actor_rollout_ref.hybrid_engine=false -> buffer.max_lag=1 algorithm.anchor=behaviour algorithm.corrections=[]
 # verl's first version of its trainer counts batches ahead, and has GPUs of each kind
@@ -185,7 +192,32 @@ class TestTranslation:
         assert ours(keys_of(given)) == keys_of(expected)
         assert all(row.ours or row.words for row in VERL.translate(keys_of(given)))
 
+    @pytest.mark.parametrize(
+        ("given", "note"),
+        [
+            ("ACTOR.clip_ratio=0.1", "takes clip_ratio_low and clip_ratio_high"),
+            ("ACTOR.clip_ratio=0.1 ACTOR.clip_ratio_low=0.1 ACTOR.clip_ratio_high=0.1", ""),
+            ("ACTOR.entropy_coeff=0.01", "hopeless groups lower it"),
+            ("ACTOR.entropy_coeff=0", ""),
+            ("algorithm.use_kl_in_reward=true algorithm.adv_estimator=remax", "the KL of a token"),
+            ("CORRECTION.rollout_rs=token_k3 CORRECTION.rollout_rs_threshold=0.1", "leaves verl's denominators"),
+            ("CORRECTION.rollout_rs=null", ""),
+            ("CORRECTION.rollout_is=token ACTOR.policy_loss.loss_mode=geo_mean", "geometric mean"),
+            ("async_training.require_batches=1 ACTOR.policy_loss.loss_mode=gspo", "by default ppo_clip"),
+        ],
+    )
+    def test_what_verl_computes_otherwise_is_noted(self, given, note):
+        notes = [row.words for row in VERL.translate(keys_of(given)) if row.ours and row.words]
+        assert all(note in words for words in notes) and bool(notes) == bool(note)
+
     def test_what_verl_does_unasked_is_told_where_ours_is_another(self):
+        assert VERL.unwritten({})["algorithm.critic.lam"] == 1.0
+        assert VERL.unwritten({"algorithm.use_kl_in_reward": True})["algorithm.kl_kind"] == "k1"
+        assert (
+            VERL.unwritten({"algorithm.adv_estimator": "grpo"})
+            .keys()
+            .isdisjoint(("algorithm.critic.lam", "algorithm.kl_kind"))
+        )
         unasked = VERL.unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
         assert (unasked["algorithm.corrections"], unasked["buffer.max_lag"]) == ([], 0)
         assert "run.epochs" not in unasked and "algorithm.loss_args.clip_low" not in unasked
