@@ -306,26 +306,21 @@ def precompute(
     policy = tokens.all([_present(s.proximal) for s in scored])
     behaviour = torch.from_numpy(np.concatenate([np.zeros(0), *(c.logprobs for c in rollouts.completions)]))
     fields: dict[str, Tensor] = {}
-    rewards = rollouts.rewards
+    of_tokens = tokens.on_last_tokens(rollouts.rewards)  # rewards, for a critic
 
     if settings.kl_coef > 0 and settings.kl_in == "reward":
         reference = tokens.all([_present(s.reference) for s in scored])
         assert settings.kl_kind != "full", "checked with the configuration"
         per_token = kl_penalty(policy, reference, kind=settings.kl_kind).value
         coef = settings.kl_coef
+        of_tokens -= coef * per_token
         rewards = reward_with_kl(rollouts.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=coef)
         advantages = rollouts.advantages(settings.advantage, rewards)
         step = step.with_advantages(advantages, tokens.of_microbatches(advantages.repeat_interleave(rollouts.lengths)))
     if settings.advantage == CRITIC:
         values = tokens.all([_present(s.values) for s in scored])
-        result = critic.gae(
-            tokens.on_last_tokens(rewards),
-            values,
-            tokens.mask,
-            tokens.cu_seqlens,
-            gamma=settings.critic.gamma,
-            lam=settings.critic.lam,
-        )
+        gamma, lam = settings.critic.gamma, settings.critic.lam
+        result = critic.gae(of_tokens, values, tokens.mask, tokens.cu_seqlens, gamma=gamma, lam=lam)
         advantages = critic.whiten(result.advantages, tokens.mask)
         step = step.with_advantages(tokens.means(advantages), tokens.of_microbatches(advantages))
         fields |= {"values": values, "returns": result.returns}

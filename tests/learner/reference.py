@@ -152,24 +152,23 @@ class _Update:
         return Result(value, value_loss, self.setup.now.gradient(root))
 
     def _rewards(self) -> list[float]:
+        charges = ([self._charge(t) for t in tokens if self.mask[t]] for tokens in self.sequences)
+        return [reward - math.fsum(charge) for reward, charge in zip(self.rewards, charges, strict=True)]
+
+    def _charge(self, t: int) -> float:
+        """What the KL takes from the reward of a token."""
         if not (self.settings.kl_coef and self.settings.kl_in == "reward"):
-            return self.rewards
-        charged = []
-        for reward, tokens in zip(self.rewards, self.sequences, strict=True):
-            kl = [
-                oracle_losses.kl(self.settings.kl_kind, self.proximal[t], self.reference[t])[0]
-                for t in tokens
-                if self.mask[t]
-            ]
-            charged.append(reward - self.settings.kl_coef * math.fsum(kl))
-        return charged
+            return 0.0
+        return self.settings.kl_coef * oracle_losses.kl(self.settings.kl_kind, self.proximal[t], self.reference[t])[0]
 
     def _critic(self) -> tuple[list[float], list[float], list[float]]:
         """Whitened advantages, returns and old values, of tokens."""
         values = torch.cat([a.values for a in self.start]).tolist()
         raw = [0.0] * len(values)
-        for reward, tokens in zip(self.outcome, self.sequences, strict=True):
-            rewards = [0.0] * (len(tokens) - 1) + [reward] * bool(tokens)
+        for reward, tokens in zip(self.rewards, self.sequences, strict=True):
+            rewards = [-self._charge(t) for t in tokens]
+            if tokens:
+                rewards[-1] += reward
             one = ([values[t] for t in tokens], [self.mask[t] for t in tokens])
             found = oracle_advantages.gae(rewards, *one, self.settings.critic.gamma, self.settings.critic.lam)
             for t, advantage in zip(tokens, found, strict=True):
