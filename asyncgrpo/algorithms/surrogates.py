@@ -354,7 +354,7 @@ def _capped_inside(tokens: Tokens, is_outside: Tensor, max_ratio: float | None) 
     """Return min(r, max_ratio) A where not `is_outside`. The weight is detached, so its cap keeps the gradient."""
     ratio = _ratio(tokens.log_ratio).clamp(max=max_ratio or math.inf)
     gradient = (ratio * tokens.advantages).masked_fill(is_outside, 0.0)
-    return Surrogate(gradient, gradient, is_outside)
+    return Surrogate(gradient, gradient, is_outside & (tokens.advantages != 0))
 
 
 def _weighted_log_likelihood(weight: Tensor, tokens: Tokens) -> Surrogate:

@@ -54,7 +54,7 @@ def cispo(logp: float, anchor: float, a: float, *, clip_low=1.0, clip_high=4.0) 
 def dppo_tv(logp: float, anchor: float, a: float, *, low_prob=0.2, high_prob=0.2, max_ratio=None) -> Point:
     p, q = math.exp(logp), math.exp(anchor)
     if (a > 0 and p - q > high_prob) or (a <= 0 and p - q < -low_prob):
-        return 0.0, 0.0, True
+        return 0.0, 0.0, a != 0
     c = min(exp(logp - anchor), math.inf if max_ratio is None else max_ratio)
     return c * a, c * a, False
 
@@ -63,7 +63,7 @@ def dppo_kl(logp: float, anchor: float, a: float, *, low_nats=0.05, high_nats=0.
     p, q = math.exp(logp), math.exp(anchor)
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
     if (a > 0 and p > q and kl > high_nats) or (a <= 0 and p < q and kl > low_nats):
-        return 0.0, 0.0, True
+        return 0.0, 0.0, a != 0
     c = min(exp(logp - anchor), math.inf if max_ratio is None else max_ratio)
     return c * a, c * a, False
 

@@ -108,6 +108,7 @@ def test_sequence_level_is_exactly_what_depends_on_other_tokens(name, parameters
         (0.0, -0.5, 1.0, True),  # certain now, not before: infinitely far
         (0.0, -0.5, -1.0, False),  # but on the way back
         (-0.5, 0.0, -1.0, True),
+        (-0.5, 0.0, 0.0, False),  # no gradient to lose
         (-40.0, -41.0, -1.0, False),
     ],
 )
