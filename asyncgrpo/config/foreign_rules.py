@@ -206,6 +206,11 @@ def loggers(value: Any, _: Given, ours: str) -> Translated:
     return {ours: [name for name in (value if isinstance(value, list) else [value]) if name in _LOGGERS]}
 
 
+def entropy(value: Any, _: Given, ours: str) -> Translated:
+    """The weight of the bonus, which is the same for all groups there."""
+    return ({ours: value}, "hopeless groups lower it here (docs/stability.md)") if value else {ours: value}
+
+
 def split_gpus(
     n_gpus: int, gpus_each: int = 1, *, count: int | None = None, ranks: int | None = None
 ) -> tuple[int, int]:
@@ -468,11 +473,6 @@ def verl_aggregation(value: Any, given: Given, ours: str) -> Translated:
     return {ours: _AGGREGATIONS[text]} if (text := as_text(value)) in _AGGREGATIONS else f"{text} has no counterpart"
 
 
-def verl_entropy(value: Any, _: Given, ours: str) -> Translated:
-    found = {ours: value}
-    return (found, "hopeless groups lower it here (docs/stability.md)") if value else found
-
-
 def _has_loss_type(given: Given) -> bool:
     return given.get(f"{_CORRECTION}bypass_mode") is True and f"{_CORRECTION}loss_type" in given
 
@@ -710,8 +710,8 @@ _LOSSES = {
 def _chosen(given: Given) -> tuple[str, str]:
     """Our loss and aggregation; two empty texts where the loss has no counterpart."""
     loss, aggregation = _LOSSES.get(str(given.get("loss_type", "dapo")), ("", ""))
-    if not loss or given.get("importance_sampling_level", "token") == "token":
-        return ("", "") if given.get("loss_type") == "luspo" else (loss, aggregation)
+    if given.get("importance_sampling_level", "token") == "token":
+        return loss, aggregation
     return ("gspo", aggregation) if loss == "ppo_clip" else ("", "")
 
 
@@ -720,7 +720,10 @@ def trl_loss(_: Any, given: Given, ours: str) -> Translated:
     if not loss:
         level = given.get("importance_sampling_level", "token")
         return f"loss_type={given.get('loss_type', 'dapo')} with importance_sampling_level={level} has no counterpart"
-    return {ours: loss, "algorithm.aggregation": aggregation}
+    found = {ours: loss, "algorithm.aggregation": aggregation}
+    if loss == "cispo" and given.get("epsilon_high") is None:
+        return found, f"TRL's largest ratio is epsilon ({given.get('epsilon', _EPSILON)}) without epsilon_high"
+    return found
 
 
 def trl_clip(_: Any, given: Given, ours: str) -> Translated:
@@ -754,6 +757,11 @@ def trl_corrections(_: Any, given: Given, ours: str) -> Translated:
     """TRL weights the log-probs of vLLM against the learner's; without vLLM it has no weight."""
     if given.get("use_vllm") is not True or given.get("vllm_importance_sampling_correction", True) is False:
         return {ours: []}
+    if _chosen(given)[0] == "vespo":
+        return {
+            ours: [],
+            "algorithm.anchor": "behaviour",
+        }, "the weight is in the ratio of the loss, where TRL bounds it"
     level, _, action = str(given.get("vllm_importance_sampling_mode", _MASK)).partition("_")
     if level not in ("token", "sequence") or action not in ("truncate", "mask"):
         return "an entry of algorithm.corrections"
@@ -824,7 +832,7 @@ def trl_rewards(value: Any, _: Given, ours: str) -> Translated:
 RULES: dict[str, Callable[[Any, Given, str], Translated]] = {
     name: rule
     for name, rule in globals().items()
-    if name.startswith(("verl_", "trl_")) or name in ("files", "loggers", "lora_targets")
+    if name.startswith(("verl_", "trl_")) or name in ("files", "loggers", "lora_targets", "entropy")
 }
 """The functions that the map names."""
 

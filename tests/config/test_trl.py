@@ -62,6 +62,12 @@ importance_sampling_level=sequence loss_type=grpo -> algorithm.loss=gspo algorit
 loss_type=dr_grpo -> algorithm.loss=ppo_clip algorithm.aggregation=seq-mean-token-sum-norm
 loss_type=sapo sapo_temperature_neg=1.1 epsilon=0.1
     -> algorithm.loss=sapo algorithm.aggregation=seq-mean-token-mean algorithm.loss_args.tau_negative=1.1
+loss_type=luspo -> algorithm.loss=ppo_clip algorithm.aggregation=seq-mean-token-sum
+# the weight of vLLM's log-probs is in the ratio of VESPO's loss
+loss_type=vespo use_vllm=true vllm_importance_sampling_mode=token_truncate
+    -> algorithm.loss=vespo algorithm.aggregation=token-mean generators.engine=sglang algorithm.corrections=[]
+    algorithm.anchor=behaviour
+router_aux_loss_coef=0.002 entropy_coef=0.01 -> algorithm.router_aux_coef=0.002 algorithm.entropy_coef=0.01
 scale_rewards=false -> algorithm.advantage=dr_grpo
 scale_rewards=batch -> algorithm.advantage=lite
 mask_truncated_completions=true -> algorithm.truncated=mask
@@ -84,6 +90,11 @@ class TestTranslation:
     def test_values_are_translated_where_they_differ(self, given, expected):
         assert ours(keys_of(given)) == keys_of(expected)
         assert all(row.ours or row.words for row in TRL.translate(keys_of(given)))
+
+    def test_what_trl_computes_otherwise_is_noted(self):
+        rows = TRL.translate({"loss_type": "cispo", "entropy_coef": 0.1, "epsilon": 0.3})
+        notes = {row.key: row.words for row in rows}
+        assert "largest ratio is epsilon (0.3)" in notes["loss_type"] and "hopeless groups" in notes["entropy_coef"]
 
     def test_what_trl_does_unasked_is_told_where_ours_is_another(self):
         unasked = read(["learning_rate=1e-5"]).unwritten
