@@ -283,6 +283,13 @@ def _updates_per_step(given: Given) -> int:
     return max(1, round(_count(given, "data.train_batch_size") / mini))
 
 
+def _updates_or_one(given: Given) -> int:
+    try:
+        return _fetch(given)[1] if _is_fully_async(given) else _updates_per_step(given)
+    except Odd:
+        return 1
+
+
 def verl_max_lag(_: Any, given: Given, ours: str) -> dict[str, Any]:
     """The steps by which a group is behind at most: so many prompts begin between two synchronizations, and no more."""
     if not _is_fully_async(given):
@@ -339,11 +346,7 @@ def verl_warmup_steps(value: Any, given: Given, ours: str) -> Translated:
         raise Odd("counts updates")
     if value < 0 and f"{_ACTOR}optim.lr_warmup_steps_ratio" in given:
         return "lr_warmup_steps_ratio decides"
-    try:
-        updates = _fetch(given)[1] if _is_fully_async(given) else _updates_per_step(given)
-    except Odd:
-        updates = 1
-    return {ours: round(max(value, 0) * _count(given, f"{_ACTOR}ppo_epochs", 1) * updates)}
+    return {ours: round(max(value, 0) * _count(given, f"{_ACTOR}ppo_epochs", 1) * _updates_or_one(given))}
 
 
 def verl_warmup_share(value: Any, given: Given, ours: str) -> Translated:
@@ -441,7 +444,10 @@ def verl_advantage(_: Any, given: Given, ours: str) -> Translated:
         return "pass_at_k always divides by the std"
     if centred and named == "grpo_vectorized":
         return {ours: "grpo"}, "verl's grpo_vectorized always divides by the std"
-    return {ours: "dr_grpo" if centred else _ADVANTAGES[named]}
+    found = {ours: "dr_grpo" if centred else _ADVANTAGES[named]}
+    if found[ours] in ("gae", "gpg", "reinforce_plus_plus_baseline") and _updates_or_one(given) > 1:
+        return found, "its statistics are those of a minibatch here, of all of them in verl"
+    return found
 
 
 _SURROGATES = {"vanilla": "ppo_clip", "geo_mean": "gmpo", "gpg": "reinforce"} | {
@@ -470,7 +476,12 @@ def verl_loss(value: Any, given: Given, ours: str) -> Translated:
 def verl_aggregation(value: Any, given: Given, ours: str) -> Translated:
     if _loss(given) in _BY_COMPLETION:
         return f"verl averages {_loss(given)} as seq-mean-token-mean; here its KL and entropy, too"
-    return {ours: _AGGREGATIONS[text]} if (text := as_text(value)) in _AGGREGATIONS else f"{text} has no counterpart"
+    if (text := as_text(value)) not in _AGGREGATIONS:
+        return f"{text} has no counterpart"
+    found = {ours: _AGGREGATIONS[text]}
+    if text == "seq-mean-token-sum-norm" and given.get(f"{_ACTOR}loss_scale_factor") is None:
+        return found, "without loss_scale_factor verl divides by its padded width, which may vary"
+    return found
 
 
 def _has_loss_type(given: Given) -> bool:
