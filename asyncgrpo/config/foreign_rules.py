@@ -206,9 +206,10 @@ def loggers(value: Any, _: Given, ours: str) -> Translated:
     return {ours: [name for name in (value if isinstance(value, list) else [value]) if name in _LOGGERS]}
 
 
-def entropy(value: Any, _: Given, ours: str) -> Translated:
-    """The weight of the bonus, which is the same for all groups there."""
-    return ({ours: value}, "hopeless groups lower it here (docs/stability.md)") if value else {ours: value}
+def entropy(value: Any, given: Given, ours: str) -> Translated:
+    """The weight of the bonus, which is constant there."""
+    is_constant = not value or given.get("algorithm.adv_estimator") == "gae"
+    return {ours: value} if is_constant else ({ours: value}, "hopeless groups lower it here: docs/stability.md")
 
 
 def split_gpus(
@@ -757,7 +758,10 @@ def _kl_kind(given: Given) -> str:
 
 
 def trl_kl(value: Any, given: Given, ours: str) -> Translated:
-    return {ours: value, "algorithm.kl_kind": _kl_kind(given)} if value else {ours: 0.0}
+    found = {ours: value, "algorithm.kl_kind": _kl_kind(given)} if value else {ours: 0.0}
+    if value and _kl_kind(given) == "k3_reweighted" and given.get("importance_sampling_level") == "sequence":
+        return found, "TRL weights it by the ratio of the completion, here by that of the token"
+    return found
 
 
 def trl_kl_correction(_: Any, given: Given, ours: str) -> Translated:

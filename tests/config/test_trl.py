@@ -92,9 +92,12 @@ class TestTranslation:
         assert all(row.ours or row.words for row in TRL.translate(keys_of(given)))
 
     def test_what_trl_computes_otherwise_is_noted(self):
-        rows = TRL.translate({"loss_type": "cispo", "entropy_coef": 0.1, "epsilon": 0.3})
-        notes = {row.key: row.words for row in rows}
+        given = {"loss_type": "cispo", "entropy_coef": 0.1, "epsilon": 0.3, "beta": 0.1}
+        notes = {row.key: row.words for row in TRL.translate(given)}
         assert "largest ratio is epsilon (0.3)" in notes["loss_type"] and "hopeless groups" in notes["entropy_coef"]
+        assert not notes["beta"]
+        given = {"beta": 0.1, "importance_sampling_level": "sequence"}
+        assert "ratio of the completion" in TRL.translate(given)[0].words
 
     def test_what_trl_does_unasked_is_told_where_ours_is_another(self):
         unasked = read(["learning_rate=1e-5"]).unwritten

@@ -199,6 +199,7 @@ class TestTranslation:
             ("ACTOR.clip_ratio=0.1 ACTOR.clip_ratio_low=0.1 ACTOR.clip_ratio_high=0.1", ""),
             ("ACTOR.entropy_coeff=0.01", "hopeless groups lower it"),
             ("ACTOR.entropy_coeff=0", ""),
+            ("ACTOR.entropy_coeff=0.01 algorithm.adv_estimator=gae", ""),
             ("algorithm.use_kl_in_reward=true algorithm.adv_estimator=remax", "the KL of a token"),
             ("CORRECTION.rollout_rs=token_k3 CORRECTION.rollout_rs_threshold=0.1", "leaves verl's denominators"),
             ("CORRECTION.rollout_rs=null", ""),
