@@ -463,7 +463,7 @@ _AGGREGATIONS = {"true": "token-mean", "false": "seq-mean-token-mean"} | {
 
 def verl_loss(value: Any, given: Given, ours: str) -> Translated:
     if _has_loss_type(given):
-        return "in bypass mode loss_type decides"
+        return "in bypass mode loss_type decides, except in verl's trainer of version 1"
     if (named := str(value)) not in _SURROGATES:
         return f"{named} has no counterpart"
     found = {ours: _SURROGATES[named]}
@@ -773,10 +773,8 @@ def trl_corrections(_: Any, given: Given, ours: str) -> Translated:
     if given.get("use_vllm") is not True or given.get("vllm_importance_sampling_correction", True) is False:
         return {ours: []}
     if _chosen(given)[0] == "vespo":
-        return {
-            ours: [],
-            "algorithm.anchor": "behaviour",
-        }, "the weight is in the ratio of the loss, where TRL bounds it"
+        found = {ours: [], "algorithm.anchor": "behaviour"}
+        return found, "the weight is in the ratio of the loss, where TRL bounds it"
     level, _, action = str(given.get("vllm_importance_sampling_mode", _MASK)).partition("_")
     if level not in ("token", "sequence") or action not in ("truncate", "mask"):
         return "an entry of algorithm.corrections"
