@@ -98,7 +98,7 @@ class Inbox:
         self._evaluate: int | None = None
         """Step of the last evaluation that was requested."""
         self._evaluated: set[int] = set()
-        """Steps whose evaluation has arrived."""
+        """Steps whose evaluation arrived with the last reply or since: a message may repeat those."""
         self._early: tuple[Message, memoryview] | None = None
         """A reply to `take` that arrived before a pending snapshot."""
         self.on_eval: Callable[[EvalResult], object] = lambda result: None
@@ -205,6 +205,7 @@ class Inbox:
                             self.on_eval(result)
                             progressed = now
                     if isinstance(message, Batch | NoMore):
+                        self._evaluated = {result.step for result in message.evals}
                         return message, payload
                     if isinstance(message, Waiting):
                         what = message.what

@@ -1,6 +1,7 @@
 """The learner's wait for the buffer, on a clock that is a number."""
 
 import pytest
+from msgspec.structs import replace
 
 from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.learner.ranks import Inbox
@@ -71,6 +72,19 @@ def test_a_lost_reply_is_asked_for_again_and_a_second_one_is_not_taken_for_the_n
         assert inbox.take(version, {})[0] == line.reply(Take(version=version))
     assert [message.version.number for message in line.sent] == [3, 3, 4, 4] and line.now_s < 40.0
     assert results == [RESULT], "what was evaluated is told once"
+
+
+def test_evaluations_of_earlier_batches_are_forgotten_so_that_a_run_without_an_end_keeps_none():
+    steps = range(50)
+    batches = [
+        Batch(version=PolicyVersion(1, n), groups=(), payload_sizes=(), counters={}, evals=(replace(RESULT, step=n),))
+        for n in steps
+    ]
+    inbox, results = inbox_of(Line(list(batches)))
+    for batch in batches:
+        inbox.take(batch.version, {})
+    assert [result.step for result in results] == list(steps)
+    assert len(inbox._evaluated) == 1, "the last reply may be repeated"
 
 
 class Exhausted(Lossy):
