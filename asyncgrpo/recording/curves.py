@@ -1,7 +1,7 @@
 """Plots the curves of a run: reward, lag, log-prob gap between learner and engine, and time by activity."""
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -30,6 +30,9 @@ _FIELDS = {
 }
 """Fields that are drawn, by the kind of their event."""
 
+MOST_ROWS = 20_000
+"""Events of a kind that are drawn, a dozen for each pixel: of a longer run every second one, every fourth and so on."""
+
 Rows = Sequence[dict[str, Any]]
 
 
@@ -39,10 +42,7 @@ def plot(events: Iterable[Event], png_path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if (fields := _FIELDS.get(event["event"])) is not None:
-            rows[event["event"]].append({name: event.get(name) for name in fields})
+    rows = _rows(events)
     steps = rows["step"]
     figure = Figure(figsize=(12.8, 8), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)
@@ -68,6 +68,23 @@ def plot(events: Iterable[Event], png_path: Path) -> Path:
     figure.savefig(temporary, format="png")
     os.replace(temporary, png_path)
     return png_path
+
+
+def _rows(events: Iterable[Event]) -> dict[str, list[dict[str, Any]]]:
+    """Return the fields that are drawn of at most `MOST_ROWS` events of each kind, at equal distances."""
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    seen, every = Counter[str](), defaultdict[str, int](lambda: 1)
+    for event in events:
+        kind = event["event"]
+        if (fields := _FIELDS.get(kind)) is None:
+            continue
+        if seen[kind] % every[kind] == 0:
+            if len(rows[kind]) == MOST_ROWS:
+                del rows[kind][1::2]
+                every[kind] *= 2
+            rows[kind].append({name: event.get(name) for name in fields})
+        seen[kind] += 1
+    return rows
 
 
 def _title(axes: Any, text: str) -> None:

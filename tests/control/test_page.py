@@ -83,6 +83,19 @@ def test_an_evaluation_that_ends_late_replaces_none_of_a_later_step(page: Page):
     assert page.value(f"import('/events.js').then((m) => {{ const events = new m.Events(); {take} }})") == 3
 
 
+def test_a_tab_that_is_open_for_weeks_keeps_as_many_evaluations_as_steps(page: Page, operator: FakeOperator):
+    log, beyond = EventLog(operator.run_dir / "metrics.jsonl"), 13 + 5_000
+    log.write("eval", step=12, version="1.12", reward_mean=0.5, completions=1)
+    for number in range(13, beyond):
+        log.write("step", **step(number))
+    log.write("eval", step=beyond - 1, version="1.9", reward_mean=0.5, completions=1)
+    page.value(
+        "import('/events.js').then(({Events}) => { events = new Events(); events.next = 0; return events.follow(); })"
+    )
+    kept = page.value("[events.steps.length, events.evals.map((one) => one.step)]")
+    assert kept == [5_000, [beyond - 1]]
+
+
 def test_buttons_ask_and_reach_the_driver(page: Page, operator: FakeOperator):
     operator.failure = CommandRefused("the run is ending")
     page.click("#checkpoint")

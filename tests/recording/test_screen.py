@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from asyncgrpo.recording import curves
 from asyncgrpo.recording.curves import plot
 from asyncgrpo.recording.events import Event, EventLog
 from asyncgrpo.recording.progress import Progress
@@ -355,6 +356,14 @@ def test_curves_are_drawn_whatever_there_is(tmp_path):
         path = plot(events, tmp_path / "curves.png")
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert [p.name for p in Path(tmp_path).iterdir()] == ["curves.png"]
+
+
+def test_the_curves_of_a_run_of_months_are_drawn_from_every_few_steps(monkeypatch):
+    monkeypatch.setattr(curves, "MOST_ROWS", 10)
+    for count in (10, 11, 45, 400):
+        drawn = [row["step"] for row in curves._rows(month_of(count))["step"]]
+        gap = drawn[1] - drawn[0]
+        assert drawn == list(range(1, count + 1, gap)) and (len(drawn) > 5 or gap == 1) and len(drawn) <= 10
 
 
 def month_of(steps: int) -> Iterator[Event]:

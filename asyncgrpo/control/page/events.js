@@ -41,7 +41,9 @@ export class Events {
       this.file = part.file;
       if (isStuck || part.next >= part.size) break;
     }
-    this.steps.splice(0, this.steps.length - MOST_STEPS);
+    if (this.steps.splice(0, this.steps.length - MOST_STEPS).length) {
+      this.evals = this.evals.filter((one) => one.step >= this.steps[0].step);
+    }
     return this.next !== before;
   }
 
