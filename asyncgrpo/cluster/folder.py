@@ -348,12 +348,17 @@ def keep_changed(config: Config, folder: RunFolder) -> None:
 
     A failed write is logged and does not end the run.
     """
-    text, of_starts = to_yaml(config), sorted((folder.path / "starts").glob("[0-9]*/config.yaml"))
+    text, of_starts = to_yaml(config), sorted((folder.path / "starts").glob("[0-9]*/config.yaml"), key=_start_order)
     try:
         for path in (folder.path / "config.yaml", *of_starts[-1:]):
             replace_file(path, text.encode())
     except OSError as error:
         log.warning("the changed settings cannot be written to %s: %s", folder.path, error.strerror)
+
+
+def _start_order(file: Path) -> tuple[int, str]:
+    """Return the key that sorts files of starts. From the 10,000th start on, names are longer."""
+    return len(file.parent.name), file.parent.name
 
 
 def _read_last(run: Path) -> tuple[Settings | None, str]:
@@ -363,7 +368,8 @@ def _read_last(run: Path) -> tuple[Settings | None, str]:
         CheckpointError: its `files.json` cannot be read.
         ConfigError: its `config.yaml` cannot be read.
     """
-    files = max((file for place in entries(run / "starts") if (file := place / "files.json").is_file()), default=None)
+    found = [file for place in entries(run / "starts") if (file := place / "files.json").is_file()]
+    files = max(found, key=_start_order, default=None)
     if files is not None:
         try:
             sources = msgspec.json.decode(files.read_bytes(), type=dict[str, Source])

@@ -14,6 +14,7 @@ from asyncgrpo.cluster.folder import (
     Settings,
     Source,
     changes,
+    keep_changed,
     look,
     record,
     values_of,
@@ -184,6 +185,16 @@ def test_what_changed_is_said_written_and_kept_for_each_start(files: Path):
     assert [config.learner.lr for config in kept] == [1e-6, 2e-6]
     assert load_config(files / "run" / "config.yaml") == kept[1] == again
     assert found(again) == []
+
+
+def test_the_ten_thousandth_start_is_the_last_one(files: Path):
+    begin(configured(files))
+    (files / "run" / "lineage").write_text("9998")
+    begin(configured(files, "learner.lr=1e-6"))
+    begin(again := configured(files, "learner.lr=2e-6"))
+    assert found(again) == []
+    keep_changed(changed := configured(files, "learner.lr=3e-6"), RunFolder(files / "run"))
+    assert found(changed) == []
 
 
 def test_before_the_first_checkpoint_everything_may_change_and_a_run_without_records_of_its_starts_goes_on(files: Path):
