@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -55,6 +56,12 @@ _OF_A_PEER = re.compile("gloo|NCCL")
 """In the error of a rank that has lost another one."""
 
 
+@cache
+def _in_ray(kind: type, remote: Callable[[type], Any]) -> Any:
+    """Return Ray's class of an actor. Ray never forgets one that `remote` has made, so restarts share it."""
+    return remote(kind)
+
+
 class Core:
     """One core, which is one lineage."""
 
@@ -70,9 +77,9 @@ class Core:
         self.first_step = step_of(setup.checkpoint)
         """Step of its checkpoint."""
         environment = environment_to_share()
-        self._buffer = ray.remote(BufferActor).options(**placement.here()).remote(environment)
+        self._buffer = _in_ray(BufferActor, ray.remote).options(**placement.here()).remote(environment)
         self._learners = [
-            ray.remote(LearnerActor).options(**placement.learner(rank)).remote(environment, rank)
+            _in_ray(LearnerActor, ray.remote).options(**placement.learner(rank)).remote(environment, rank)
             for rank in range(setup.config.learner.ranks)
         ]
         self._training: list[Reference] = []
@@ -557,7 +564,7 @@ class Fleet(Supervised):
     def _launch(self, index: int, start: int) -> tuple[Actor, Reference]:
         environment = environment_to_share(self._setup.config.reward.judge.api_key_env)
         options = self._placement.generator(index)
-        actor = ray.remote(GeneratorActor).options(**options).remote(environment, self._setup, index, start)
+        actor = _in_ray(GeneratorActor, ray.remote).options(**options).remote(environment, self._setup, index, start)
         return actor, actor.start.remote(self._endpoints)
 
     def _has_started(self, index: int, found: tuple[str, int]) -> None:
@@ -633,7 +640,7 @@ class Teachers(Supervised):
 
     def _launch(self, index: int, start: int) -> tuple[Actor, Reference]:
         options, arguments = self._placement.teacher(index), (self._setup, self._source(index), index, start)
-        actor = ray.remote(TeacherActor).options(**options).remote(environment_to_share(), *arguments)
+        actor = _in_ray(TeacherActor, ray.remote).options(**options).remote(environment_to_share(), *arguments)
         _, port = self._addresses.get(index, ("", 0))
         return actor, actor.start.remote(port)
 

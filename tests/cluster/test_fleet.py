@@ -11,7 +11,7 @@ import pytest
 from asyncgrpo import liveness
 from asyncgrpo.cluster import processes as module
 from asyncgrpo.cluster.processes import Budget, Core, Fleet
-from asyncgrpo.cluster.wiring import Setup
+from asyncgrpo.cluster.wiring import GeneratorActor, Setup
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
 from asyncgrpo.control.client import ProcessState, ProcessStatus
@@ -27,9 +27,11 @@ class Ray:
         self.killed: list[Any] = []
         self.started: list[object] = []
         self.endpoints: list[EndpointsChanged] = []
+        self.classes: list[type] = []
         self.kill = self.killed.append
 
     def remote(self, kind: type) -> Any:
+        self.classes.append(kind)
         methods = {"run": SimpleNamespace(remote=lambda *_: object()), "start": SimpleNamespace(remote=self._start)}
         actor = SimpleNamespace(remote=lambda *_: SimpleNamespace(**methods))
         return SimpleNamespace(options=lambda **_: actor)
@@ -197,6 +199,7 @@ def test_ends_of_an_engine_that_has_served_are_no_failed_starts(plane):
         watch.silent_s = {f"generator-0 1.{start}": 500.0}
         fleet.reconcile()
     assert len(written) == liveness.FAILED_STARTS + 1
+    assert module.ray.classes == [GeneratorActor], "Ray keeps each class that it makes"
 
 
 def states(fleet: Fleet) -> dict[str, str]:
