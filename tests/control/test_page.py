@@ -92,8 +92,8 @@ def test_a_tab_that_is_open_for_weeks_keeps_as_many_evaluations_as_steps(page: P
     page.value(
         "import('/events.js').then(({Events}) => { events = new Events(); events.next = 0; return events.follow(); })"
     )
-    kept = page.value("[events.steps.length, events.evals.map((one) => one.step)]")
-    assert kept == [5_000, [beyond - 1]]
+    kept = page.value("[events.steps.length, events.evals.map((one) => one.step), events.isWhole]")
+    assert kept == [5_000, [beyond - 1], False]
 
 
 def test_buttons_ask_and_reach_the_driver(page: Page, operator: FakeOperator):

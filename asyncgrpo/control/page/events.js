@@ -36,13 +36,14 @@ export class Events {
       }
       if (!this.file) this.isWhole = part.size <= FIRST_BYTES;
       part.events.forEach((event) => this.take(event));
+      if (this.steps.splice(0, this.steps.length - MOST_STEPS).length) {
+        this.evals = this.evals.filter((one) => one.step >= this.steps[0].step);
+        this.isWhole = false;
+      }
       const isStuck = part.next === this.next;
       this.next = part.next;
       this.file = part.file;
       if (isStuck || part.next >= part.size) break;
-    }
-    if (this.steps.splice(0, this.steps.length - MOST_STEPS).length) {
-      this.evals = this.evals.filter((one) => one.step >= this.steps[0].step);
     }
     return this.next !== before;
   }
