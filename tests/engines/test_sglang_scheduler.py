@@ -110,3 +110,19 @@ def test_weights_are_written_while_the_device_is_idle() -> None:
     scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
     seen.append(tuple(weights))  # the next batch waits for no other stream
     assert seen == [("old", "old"), ("new", "new")]
+
+
+def test_a_version_leaves_nothing_of_the_one_before_it() -> None:
+    from sglang.srt.runtime_context import get_context, get_serving
+
+    from asyncgrpo.engines.sglang.processes import OurScheduler
+
+    scheduler = OurScheduler.__new__(OurScheduler)
+    vars(scheduler).update(running_batch=None, last_batch=None, chunked_req=None, hisparse_coordinator=None)
+    vars(scheduler).update(waiting_queue=[], result_queue=[], enable_continuous_input_polling=False)
+    with get_context().override_server_args(weight_version="1.0"):
+        get_context().override("another", tp_size=1)
+        for number in range(1, 10):
+            scheduler.record_weight_version_change(f"1.{number}")
+        assert get_serving().weight_version == "1.9"
+        assert [fields for _, fields in get_context().overrides_log()] == [{"tp_size": 1}, {"weight_version": "1.9"}]

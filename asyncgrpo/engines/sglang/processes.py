@@ -46,7 +46,7 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.model_loader.loader import post_load_weights
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
     from sglang.srt.platforms import current_platform
-    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.runtime_context import get_context, get_serving
     from sglang.srt.server_args import PortArgs, ServerArgs
     from sglang.srt.utils import kill_process_tree
     from sglang.srt.utils.hf_transformers_utils import get_context_length
@@ -73,7 +73,7 @@ held = Held()
 
 
 class OurScheduler(scheduler.Scheduler):
-    """SGLang's scheduler with four changes.
+    """SGLang's scheduler with five changes.
 
     1. The overlap schedule launches a batch before it has read the result of the previous one. The tokens of a batch in
        progress at a weight change get the old version, which sampled them; SGLang would report the new one.
@@ -82,6 +82,7 @@ class OurScheduler(scheduler.Scheduler):
        their key. Otherwise it would find keys computed by the old weights.
     4. A completion ends at the stop tokens of its request only. SGLang adds the model's own end tokens, and with
        `ignore_eos` it ignores both.
+    5. SGLang's log of changed settings, which grows with each version, keeps the last change of the version only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -95,6 +96,8 @@ class OurScheduler(scheduler.Scheduler):
         super().record_weight_version_change(new_version)
         if new_version is None or new_version == old_version:
             return
+        log = get_context()._overrides_log
+        log[:-1] = [change for change in log[:-1] if change[0] != log[-1][0]]
         for batch, _ in self.result_queue:
             self._sampled_by.setdefault(id(batch), old_version)
         for request in self.waiting_queue:
