@@ -12,6 +12,7 @@ checkpoint, engines close.
 """
 
 import logging
+import math
 import os
 import secrets
 import shlex
@@ -55,6 +56,8 @@ SHUTDOWN_S = 20.0
 """Time for engines to close after the learner has ended."""
 LAST_CHECKPOINT_S = 600.0
 """Time for the last step and checkpoint of a run that fails."""
+TOGETHER_S = 0.1
+"""Time within which signals are one: `timeout` signals its command, and then the group of the command."""
 STACKS_S = 1.5
 """Time for processes to write their stacks before they are killed."""
 FULL_BYTES, SPACE_BYTES = 2**20, 2**26
@@ -77,6 +80,7 @@ class Run:
         self._folder = folder
         self._sizes = sizes
         self._asked_to_stop = 0
+        self._stopped_s = -math.inf
         self._is_full = False
         self._report: Callable[[str], None] = lambda text: None
         self._chaos: Chaos | None = None
@@ -309,6 +313,9 @@ class Run:
 
     def _stop(self) -> None:
         """Handle a signal: the first drains the run, the second ends it at once."""
+        if (now_s := time.monotonic()) - self._stopped_s < TOGETHER_S:
+            return
+        self._stopped_s = now_s
         self._asked_to_stop += 1
         if self._asked_to_stop > 1:
             raise KeyboardInterrupt

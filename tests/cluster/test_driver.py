@@ -190,6 +190,19 @@ def test_a_closed_terminal_drains_the_run_however_often_it_is_told_unless_nohup_
         signal.signal(signal.SIGHUP, before)
 
 
+def test_two_signals_at_once_as_of_timeout_are_one_and_a_later_one_ends_the_run(tmp_path: Path, monkeypatch):
+    run: Any = Run(Config(model=ModelConfig(path="m"), data=DataConfig(train="t")), RunFolder(tmp_path), "")
+    now_s = [100.0]
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: now_s[0])
+    with run_module._on_signals(run._stop, run._ask_to_stop):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert run._asked_to_stop == 1
+        now_s[0] += 0.3
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
 def test_a_full_disk_is_reported_once_until_it_has_space_again(tmp_path: Path, monkeypatch):
     run: Any = Run(Config(model=ModelConfig(path="m"), data=DataConfig(train="t")), RunFolder(tmp_path), "")
     told: list[str] = []
