@@ -570,7 +570,7 @@ class Publisher:
                 member.offered, member.is_late = None, False
             return
         loaded, checksum = member.before
-        others = {other: c for other, c in round_.swapped.items() if other != name}
+        others = {other: c for other, c in round_.swapped.items() if other not in {name, *round_.differing}}
         if message.checksum not in (others or {name: message.checksum}).values():
             held = others | {name: message.checksum}
             self._reoffer(name, member, f"engines hold different weights after {message.version} was published: {held}")

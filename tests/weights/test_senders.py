@@ -301,12 +301,16 @@ def test_tensors_that_an_engine_holds_otherwise_than_they_were_sent_are_named(ra
             return super().apply(held, version)
 
     ranks.add("a", Faulty())
+    healthy = ranks.add("b")
     for number, gaps in enumerate([{}, {"a": SyncGap(math.inf, math.inf)}, {}]):
         caplog.clear()
-        ranks.publish(number)
+        healthy.may_go_on.clear()
+        version = ranks.publish(number)
+        wait_until(lambda version=version: ranks.publisher._members["a"].holds == version, "the report of a")
+        healthy.may_go_on.set()
         wait_until(lambda: ranks.publisher.is_idle, "rest")
         (report,) = ranks.publisher.reports()
-        assert report.gaps == gaps
+        assert report.gaps == gaps and report.attempts == 1, "the other engine is not compared with the faulty one"
         assert ("a: 1 tensors are not those of weights 1.1: layer" in caplog.text) == bool(gaps)
 
 
