@@ -393,7 +393,7 @@ class Deltas:
         self._following: PolicyVersion | None = None
         self.newest: Packed | None = None
         """The last one; None: there is none."""
-        self._tip: PolicyVersion | None = None
+        self.tip: PolicyVersion | None = None
         """The publication to which it leads."""
         self._mirror: Tensor | None = None
         """The bytes of that publication."""
@@ -450,10 +450,10 @@ class Deltas:
             self.clear()
             return True
         assert self._following is not None
-        if self._tip is not None:
-            delta = Delta(self._tip, self._following, pieces)
+        if self.tip is not None:
+            delta = Delta(self.tip, self._following, pieces)
             self.newest = Packed(delta.before, delta.after, to_bytes(delta))
-        self._tip, self._mirror = self._following, mirror
+        self.tip, self._mirror = self._following, mirror
         return True
 
     def leads_from(self, version: PolicyVersion | None) -> bool:
@@ -462,11 +462,11 @@ class Deltas:
 
     def follows(self, version: PolicyVersion | None) -> bool:
         """True if these weights need no broadcast of all: the newest delta, or the next one, leads from them."""
-        return self.leads_from(version) or (version is not None and version == self._tip)
+        return self.leads_from(version) or (version is not None and version == self.tip)
 
     def clear(self) -> None:
         """Forget the delta and the bytes."""
-        self.newest, self._tip, self._mirror = None, None, None
+        self.newest, self.tip, self._mirror = None, None, None
         self._is_void = True
 
     def close(self) -> None:

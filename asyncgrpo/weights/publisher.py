@@ -402,7 +402,7 @@ class Publisher:
             return
         self._sent[version] = sum(parts.values(), self._own.result())
         slots = (slot for place in (self._home, *self._elsewhere.values()) for slot in place.slots)
-        kept = {*list(self._sent)[-VERSIONS_KEPT:], *self._rounds, *(slot.version for slot in slots)}
+        kept = {*list(self._sent)[-VERSIONS_KEPT:], *self._rounds, *(slot.version for slot in slots), self._deltas.tip}
         self._sent = {other: digests for other, digests in self._sent.items() if other in kept}
         self._parts = {
             write: other for write, other in self._parts.items() if write[0] != slot.number or write[1] > slot.writes

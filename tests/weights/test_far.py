@@ -17,6 +17,7 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import lane as lanes
+from asyncgrpo.weights import publisher
 from asyncgrpo.weights.arena import Arenas
 from asyncgrpo.weights.lane import Deltas
 from asyncgrpo.weights.receiver import Receiver
@@ -124,6 +125,25 @@ def test_what_is_published_while_a_newcomer_receives_all_weights_reaches_the_oth
     sent = {report.version.number: report.sent_bytes for report in fleet.publisher.reports()}
     assert sum(sent.values()) < 2.5 * WHOLE and PolicyVersion(1, 1) in first.held, sent
     fleet.check(first, second)
+
+
+def test_the_digests_of_a_delta_are_known_until_all_have_it(fleet, monkeypatch):
+    """Two engines keep both files of a machine busy while many newer versions are published."""
+    monkeypatch.setattr(publisher, "VERSIONS_KEPT", 3)
+    engines = [fleet.add(name, machine="m") for name in "ab"]
+    fleet.publish(0, 1.0)
+    for number, (engine, receiver) in enumerate(zip(engines, fleet.receivers, strict=True), 1):
+        engine.may_go_on.clear()
+        fleet.offer(number, 0.01)
+        wait_until(lambda receiver=receiver: receiver._swapping, "the load")
+    for number in range(3, 10):
+        fleet.offer(number, 0.01)
+        wait_until(lambda number=number: PolicyVersion(1, number) in fleet.publisher._sent, "the digests")
+    for engine in engines:
+        engine.may_go_on.set()
+    wait_until(lambda: fleet.publisher.is_idle, "rest")
+    assert [engine.newest.number for engine in engines] == [9, 9]
+    fleet.check(*engines)
 
 
 def flip(payload: bytes, at: int) -> bytes:
