@@ -411,8 +411,7 @@ class Publisher:
         self._release(HASHING)
         early, self._early = self._early, []
         for name, member, message, tensors, swapped_s in early:
-            if self._members.get(name) is member:
-                self._swapped(name, member, message, tensors, swapped_s)
+            self._swapped(name, member, message, tensors, swapped_s)
         for place in self._elsewhere.values():
             self._compare_received(place)
 
@@ -721,6 +720,7 @@ class Publisher:
         if (member := self._members.pop(name, None)) is not None:
             self._stop_waiting(name)
             self._release(name, member.place)
+            self._early = [early for early in self._early if early[1] is not member]
             if name in member.place.receivers:
                 self._begin_anew(member.place)
             if name in self._lane.names:

@@ -290,6 +290,30 @@ def test_an_engine_that_swapped_early_does_not_load_again_while_a_digest_is_awai
     assert loads == [version]
 
 
+def test_what_an_engine_reported_before_it_was_dropped_says_nothing_of_its_next_load(ranks, monkeypatch):
+    """Else the learner would overwrite the arena that it reads."""
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.0)
+    engine, goes_on, send, is_silent = ranks.add("h"), threading.Event(), Client.send, threading.Event()
+
+    def silent(client: Client, message: Message, payload: bytes = b"") -> None:
+        if not (is_silent.is_set() and getattr(message, "generator_id", "") == "h"):
+            send(client, message, payload)
+
+    monkeypatch.setattr(Client, "send", silent)
+    ranks.publish(0, late=lambda sender: not goes_on.is_set())
+    wait_until(lambda: ranks.publisher._early, "the report of its swap")
+    is_silent.set()
+    wait_until(lambda: ranks.publisher._missing, "its absence")
+    engine.may_go_on.clear()
+    is_silent.clear()
+    wait_until(lambda: ranks.receivers[0]._swapping is not None, "the next load")
+    goes_on.set()
+    wait_until(lambda: ranks.publisher._preparing is None, "the digests")
+    assert any("h" in slot.readers for slot in ranks.publisher._home.slots)
+    engine.may_go_on.set()
+    wait_until(lambda: ranks.publisher.is_idle, "rest")
+
+
 def test_tensors_that_an_engine_holds_otherwise_than_they_were_sent_are_named(ranks, caplog):
     class Faulty(Engine):
         """Turns a bit of a layer of the second version."""
