@@ -110,6 +110,8 @@ class Publisher:
         self._lock = threading.Lock()
         self._preparing: Slot | None = None
         self._preparing_s = 0.0
+        self._late_s = 0.0
+        """Time at which the digests of another sender were missing last."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
         self._own: Future[Digests]
         """Digests of this process's part of what is being prepared."""
@@ -398,6 +400,8 @@ class Publisher:
         if late and time.monotonic() - self._preparing_s > (within_s := self._config.timeout_s + self._read_s):
             problem = f"have not reported the digests of weights {version} within {within_s:.0f} s"
             raise WeightsError(f"learner senders {sorted(late)} {problem}")
+        if late:
+            self._late_s = time.monotonic()
         if late or not self._own.done():
             return
         self._sent[version] = sum(parts.values(), self._own.result())
@@ -696,10 +700,11 @@ class Publisher:
         for name, member in list(self._members.items()):
             is_receiving = name in member.place.awaited
             patience_s = liveness.SUSPECT_S + (self._read_s if is_receiving else 0.0)
+            heard_s = max(member.heard_s, self._late_s if is_receiving else 0.0)  # it may wait for a sender
             in_group = name in self._lane.names and self._lane.state in ("forming", "sending")
             if f"{name}-{member.incarnation}" in self._leaving:
                 self._forget(name)
-            elif now_s - member.heard_s > max(patience_s, timeout_s if in_group else 0.0):
+            elif now_s - heard_s > max(patience_s, timeout_s if in_group else 0.0):
                 self._drop(name, f"no heartbeat for {patience_s:.0f} s")
             elif member.offered is not None and not member.is_late and now_s > member.offered_s + swap_s:
                 member.is_late = True

@@ -155,6 +155,18 @@ def test_a_rank_that_does_not_write_is_named(machines):
         wait_until(machines.publisher.reports, "report")
 
 
+def test_a_generator_is_not_dropped_while_it_waits_for_a_rank_that_has_not_written(machines, monkeypatch):
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.0)
+    engine, goes_on = machines.add("a"), threading.Event()
+    machines.arrives(machines.publish(0), engine)
+    version = machines.publish(1, late=lambda sender: not goes_on.is_set())
+    wait_until(lambda: machines.publisher._members["a"].place.awaited, "the broadcast")
+    time.sleep(2 * liveness.SUSPECT_S)
+    goes_on.set()
+    machines.arrives(version, engine)
+    assert machines.publisher._lane.number == 1, "in the same group"
+
+
 # -- several generators of a machine receive side by side --------------------------------------------------------------
 
 
