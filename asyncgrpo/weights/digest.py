@@ -21,6 +21,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cache, partial
 from math import prod
 from typing import Any, TypeVar
@@ -103,6 +104,10 @@ def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple
         values, shape, start = values.reshape(1, -1), (1, *(shape or (1,))), (0, *(start or (0,)))
     if not values.numel():
         return 0
+    if values.ndim > 2 and values.shape[1:-1] == shape[1:-1]:  # its rows follow each other
+        with suppress(RuntimeError):  # torch would copy them
+            values, start = values.view(-1, values.shape[-1]), (start[0] * prod(shape[1:-1]), start[-1])
+            shape = (prod(shape[:-1]), shape[-1])
     is_on_cpu = values.device.type == "cpu"
     numbers = np.arange if is_on_cpu else partial(torch.arange, device=values.device)
     seed, total = _seed(tensor), 0

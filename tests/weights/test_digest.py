@@ -92,6 +92,19 @@ def test_boxes_of_several_tensors_have_the_digests_of_each(dtype, columns, monke
     assert box_digests(boxes, names, start) == expected
 
 
+def test_rows_that_follow_each_other_are_digested_together(monkeypatch):
+    """The kernels of a convolution have a row each: one by one, those of [8192, 1, 4] took 0.12 s on a CPU."""
+    calls, on_cpu = [], module._on_cpu
+    monkeypatch.setattr(module, "_on_cpu", lambda *given: calls.append(1) or on_cpu(*given))
+    tensor, shape = drawn_as(6, 3, 2, 4), (6, 3, 2, 4)
+    boxes = [box_digest(tensor[span], "w", shape, (span.start, 0, 0, 0)) for span in (slice(0, 2), slice(2, 6))]
+    assert sum(boxes) & MASK == whole(tensor.flatten(0, 2)) and len(calls) == 3
+    assert whole(tensor.transpose(0, 2).contiguous().transpose(0, 2)) == whole(tensor), (
+        "of other strides, without a copy"
+    )
+    assert len(calls) == 3 + 6 * 3 + 1
+
+
 def changes(bits: torch.Tensor, rng: random.Random):
     """Changed copies: a bit, rows and columns in another order, signs, steps up and down that add up to nothing."""
     for row, bit in itertools.product(range(8), range(16)):
