@@ -9,10 +9,10 @@ a row, or half of a larger element; `bits` are its bits as an integer. A hash of
 each row, and C(w) for each even word. C(w + 1) = (2^32 + 1) C(w), so that a CPU multiplies two words at once. A process that
 holds some boxes computes their digests in place. A box that cuts a word counts the bits of its own elements.
 
-A change of one element is always detected, because its factor is odd times at most 2^24. Several changes are missed if they
-cancel under the pseudorandom factors: with probability about 2^-64; in the worst case, where only signs of the last elements
-of words change, 2^-33, because their bits are multiples of 2^31. Two words that share a factor cancel only if one goes from all
-zeros to all ones or back. The digest does not protect against an adversary.
+A change of one element of at most 4 bytes is always detected, because its factor is odd times at most 2^24. Several changes are
+missed if they cancel under the pseudorandom factors: with probability about 2^-64; in the worst case, where only signs of the
+last elements of words change, 2^-32, because their bits are multiples of 2^31. Two words that share a factor cancel only if one
+goes from all zeros to all ones or back. The digest does not protect against an adversary.
 
 The digest of a publication is the sum of those of its tensors.
 """
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from asyncgrpo.host import cores
 
-# -- threads: copies, xxHash and NumPy release the GIL while they work, so threads run in parallel ---------------------
+# -- threads: copies and NumPy release the GIL while they work, so threads run in parallel -----------------------------
 
 MOST = 16
 CORES_EACH = 8
