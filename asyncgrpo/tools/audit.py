@@ -219,7 +219,8 @@ class _Auditor:
         counted: Counter[int] = Counter()
         for event in read_events(events):
             if event["event"] == "sync" and event.get("differing"):
-                gap = f"sync gap {event['gap_mean']} nats, limit {event['gap_limit']}"
+                mean = "infinite" if event["gap_mean"] is None else f"{event['gap_mean']} nats"
+                gap = f"sync gap {mean}, limit {event['gap_limit']}"
                 yield f"weights {event['version']}: {', '.join(event['differing'])} used different ones ({gap})"
             if event["event"] == "step":
                 step = event["step"]

@@ -574,11 +574,15 @@ class Publisher:
             return
         loaded, checksum = member.before
         others = {other: c for other, c in round_.swapped.items() if other not in {name, *round_.differing}}
-        if message.checksum not in (others or {name: message.checksum}).values():
+        if wrong := self._wrong(message.version, tensors):
+            round_.differing.add(name)
+            what = f"{len(wrong)} tensors are not those of weights {message.version}: {listed(wrong)}"
+            log.error("%s: %s", name, what)
+        elif message.checksum not in (others or {name: message.checksum}).values():
             held = others | {name: message.checksum}
             self._reoffer(name, member, f"engines hold different weights after {message.version} was published: {held}")
             return
-        if member.loaded != loaded and message.checksum == checksum:
+        elif member.loaded != loaded and message.checksum == checksum:
             self._reoffer(name, member, f"{name} swapped to {message.version} and still holds the weights before it")
             return
         member.before, member.failures, member.is_late = (member.loaded, message.checksum), 0, False
@@ -587,10 +591,6 @@ class Publisher:
             member.offered = None
         round_.swapped[name] = message.checksum
         round_.ended_s = max(round_.ended_s, swapped_s)
-        if wrong := self._wrong(message.version, tensors):
-            round_.differing.add(name)
-            what = f"{len(wrong)} tensors are not those of weights {message.version}: {listed(wrong)}"
-            log.error("%s: %s", name, what)
         for version, other in self._rounds.items():
             if version <= message.version:
                 other.waits_for.discard(name)  # an older version will not be loaded any more

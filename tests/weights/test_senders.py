@@ -326,7 +326,8 @@ def test_what_an_engine_reported_before_it_was_dropped_says_nothing_of_its_next_
     wait_until(lambda: ranks.publisher.is_idle, "rest")
 
 
-def test_tensors_that_an_engine_holds_otherwise_than_they_were_sent_are_named(ranks, caplog):
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_tensors_that_an_engine_holds_otherwise_than_they_were_sent_are_named(ranks, order, caplog):
     class Faulty(Engine):
         """Turns a bit of a layer of the second version."""
 
@@ -336,17 +337,17 @@ def test_tensors_that_an_engine_holds_otherwise_than_they_were_sent_are_named(ra
                 held[2][1].view(torch.int16)[3, 4] ^= 1
             return super().apply(held, version)
 
-    ranks.add("a", Faulty())
-    healthy = ranks.add("b")
+    engines = {"a": ranks.add("a", Faulty()), "b": ranks.add("b")}
+    first, second = order
     for number, gaps in enumerate([{}, {"a": SyncGap(math.inf, math.inf)}, {}]):
         caplog.clear()
-        healthy.may_go_on.clear()
+        engines[second].may_go_on.clear()
         version = ranks.publish(number)
-        wait_until(lambda version=version: ranks.publisher._members["a"].holds == version, "the report of a")
-        healthy.may_go_on.set()
+        wait_until(lambda version=version: ranks.publisher._members[first].holds == version, "the first report")
+        engines[second].may_go_on.set()
         wait_until(lambda: ranks.publisher.is_idle, "rest")
         (report,) = ranks.publisher.reports()
-        assert report.gaps == gaps and report.attempts == 1, "the other engine is not compared with the faulty one"
+        assert report.gaps == gaps and report.attempts == 1, "the engines are not compared with each other"
         assert ("a: 1 tensors are not those of weights 1.1: layer" in caplog.text) == bool(gaps)
 
 
