@@ -728,6 +728,8 @@ class Publisher:
             self._early = [early for early in self._early if early[1] is not member]
             if name in member.place.receivers:
                 self._begin_anew(member.place)
+            if all(other.place is not member.place for other in self._members.values()):
+                self._elsewhere.pop(member.machine, None)
             if name in self._lane.names:
                 self._drop_group(f"{name} is gone")
 

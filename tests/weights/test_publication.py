@@ -118,6 +118,7 @@ def test_a_generator_that_is_gone_is_left_out_and_named(plane):
     assert publication.generators == ("generator-0",)
     wait_until(lambda: plane.publisher.missing == ("generator-1-0",), "one that is missing")
     assert plane.publish(2).dropped == ("generator-1",)
+    assert len(plane.publisher._elsewhere) <= 1, "its machine is forgotten"
     assert (alive.newest, dying.newest) == (at(2), at(0))
     plane.check(alive)
 
