@@ -45,8 +45,9 @@ from asyncgrpo.learner.snapshot import POLL_EVERY_S
 from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Arenas, Layout, Stream, digest_of
+from asyncgrpo.weights.arena import Arenas, Layout, Stream
 from asyncgrpo.weights.group import serve_store, visit_store
+from asyncgrpo.weights.publication import digest_of
 from asyncgrpo.wire.codec import encode, unpack_batch
 from asyncgrpo.wire.rollouts import Batch, Deliver
 

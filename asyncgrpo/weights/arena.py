@@ -370,11 +370,6 @@ class Mappings(dict[str, Arenas]):
         return made
 
 
-def digest_of(digests: Digests) -> str:
-    """Return the digest of a publication, 16 hex digits."""
-    return f"{int(digests.sum()):016x}"
-
-
 def stride(layout: Layout) -> int:
     """Return the distance between two arenas, bytes."""
     return -(-layout.num_bytes // PAGE) * PAGE

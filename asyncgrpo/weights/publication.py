@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncgrpo.types import PolicyVersion
 
@@ -214,7 +215,12 @@ class Checksum(NamedTuple):
             digests: of all these tensors, in the order of the publication.
         """
         numbered = np.array([*enumerate(digests)], np.uint64)
-        return cls(f"{sum(digests) % 2**64:016x}", numbered.tobytes())
+        return cls(digest_of(np.array(digests, np.uint64)), numbered.tobytes())
+
+
+def digest_of(digests: NDArray[np.uint64]) -> str:
+    """Return the digest of a publication from those of its tensors, 16 hex digits."""
+    return f"{int(digests.sum()):016x}"
 
 
 @dataclass

@@ -31,11 +31,20 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import SLOTS, Arenas, Digests, IsWritten, Layout, Place, Slot, Stream, digest_of
+from asyncgrpo.weights.arena import SLOTS, Arenas, Digests, IsWritten, Layout, Place, Slot, Stream
 from asyncgrpo.weights.delta import Packed
 from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import Deltas, GroupLane
-from asyncgrpo.weights.publication import VERSIONS_KEPT, Member, Publication, Round, SyncCheck, SyncGap, listed
+from asyncgrpo.weights.publication import (
+    VERSIONS_KEPT,
+    Member,
+    Publication,
+    Round,
+    SyncCheck,
+    SyncGap,
+    digest_of,
+    listed,
+)
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode, kinds_of
 from asyncgrpo.wire.sockets import Client, Keys, Server
@@ -456,7 +465,9 @@ class Publisher:
 
     def _broadcast(self, places: list[Place], delta: Packed | None) -> None:
         """Send a delta or, without one, all weights to these places; form a group first if their set has changed."""
-        if any(place.receiving is not None for place in places) or len(self._senders) < len(self._streams) - 1:
+        if any(place.receiving is not None for place in places):
+            return
+        if len(self._senders) < len(self._streams) - 1:  # a sender can be told once it has reported
             return
         into = [slot for place in places if (slot := place.writable()) is not None]
         names = {name for place in places for name in place.receivers}
@@ -534,9 +545,10 @@ class Publisher:
         slot = place.receiving
         if slot is None or place.awaited or (digests := self._sent.get(cast(PolicyVersion, slot.version))) is None:
             return
-        sent, received = digest_of(digests), f"{place.received % 2**64:016x}"
+        sent, received = int(digests.sum()), place.received % 2**64
         if sent != received:
-            self._not_received(place.receivers[0], place, f"digest mismatch: sent {sent}, received {received}")
+            why = f"digest mismatch: sent {sent:016x}, received {received:016x}"
+            self._not_received(place.receivers[0], place, why)
             return
         place.newest, place.receiving, place.failures = slot, None, 0
 

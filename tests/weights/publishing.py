@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.learner.publishing import fill_parts
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights import arena
+from asyncgrpo.weights import publication
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Stream
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
@@ -83,7 +83,7 @@ def digest_of(layout: Layout, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> s
     """Return the digest that a publication of these tensors has; on the CPU."""
     flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     fill_arena(tensors, layout, flat)
-    return arena.digest_of(Stream([(0, len(flat))]).digests(layout, flat))
+    return publication.digest_of(Stream([(0, len(flat))]).digests(layout, flat))
 
 
 def land(publisher: Publisher, version: PolicyVersion, fill: Callable[[Arenas, int], IsWritten | None]) -> Publication:
