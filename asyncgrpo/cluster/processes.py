@@ -113,7 +113,7 @@ class Core:
         Args:
             late: processes that were logged; extended here.
         Raises:
-            StalledError: Ray had no resources for `cluster.stall_timeout_s`.
+            StalledError: Ray had no resources for `cluster.stall_timeout_s`, or has lost this node.
         """
         incarnation, stall_s = self.incarnation, self.setup.config.cluster.stall_timeout_s
         if waited_s < min(NO_PLACE_S, stall_s):
@@ -125,6 +125,7 @@ class Core:
                 raise StalledError(f"{self._placement.waits(name, waited_s)} (cluster.stall_timeout_s)")
             if name not in late:
                 late.add(name)
+                self._placement.require_this_node()
                 log.warning(self._placement.waits(name, waited_s))
 
     def run(self, about: dict[str, Any]) -> None:

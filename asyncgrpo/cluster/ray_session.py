@@ -461,6 +461,12 @@ class Placement:
         place = f"a node with {needs} free" if self._group is not None and name != "buffer" else "a node"
         return f"{name} has not started for {seconds:.0f} s: it waits for {place}"
 
+    def require_this_node(self) -> None:
+        """Raise StalledError if Ray has lost the driver's node, without which the buffer cannot start."""
+        here = ray.get_runtime_context().get_node_id()
+        if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == here):
+            raise StalledError("Ray's raylet on this machine has ended")
+
     def _options(self, group: PlacementGroup | None, bundle: int, needs: dict[str, float]) -> dict[str, Any]:
         if group is None:
             return self.here() if self._stays_here else {"num_cpus": 0, "max_restarts": 0}

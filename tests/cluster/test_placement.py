@@ -15,12 +15,13 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.wire.sockets import Keys
 
 PROGRAM = """
-import json, os
+import json, time
+import psutil
 import ray
 from asyncgrpo.cluster import ray_session
 from asyncgrpo.cluster.ray_session import Placement, decide_device
 from asyncgrpo.config.load import load_config
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.errors import ConfigError, StalledError
 
 class Process:
     def gpus(self):
@@ -88,13 +89,24 @@ def refused():
     except ConfigError as error:
         return str(error)
 
+def lost():
+    _, placement = placed("learner.device=cpu", "generators.gpus_each=0")
+    placement.require_this_node()
+    next(child for child in psutil.Process().children() if child.name() == "raylet").kill()
+    for _ in range(300):
+        try:
+            placement.require_this_node()
+        except StalledError as error:
+            return str(error)
+        time.sleep(0.2)
+
 ray.init(num_gpus=2, num_cpus=4, resources={"rack": 2}, include_dashboard=False, log_to_driver=False)
 shared = ("cluster.share_gpu=true", "generators.count=1")
 found = {"shared": run(*shared, roles=("learner", "generator", "buffer")),
          "apart": run("generators.count=1", "learner.ranks=1"),  # takes both GPUs
          "learner on CPU": run(*shared, "learner.device=cpu", roles=["learner"]),
          "pinned": pinned("generators.ray_resources={rack: 1}"), "free": pinned(), "added": added(),
-         "taught": taught(), "refused": refused()}
+         "taught": taught(), "refused": refused(), "lost": lost()}
 print(json.dumps(found))
 """
 
@@ -102,9 +114,10 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def placed() -> dict:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "RAY_worker_niceness": "0"}
+    environment |= {"RAY_health_check_period_ms": "1500"}  # a lost node is found in half the time
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
 @pytest.mark.slow
@@ -125,6 +138,11 @@ def test_a_role_takes_the_resources_by_which_its_nodes_are_chosen(placed):
     pinned = {"taken": ["CPU", "rack"], "is_here": True, "said": f"{waits} with 1 CPU and 1 rack free"}
     assert placed["pinned"] == pinned and placed["free"] == pinned | {"taken": [], "said": waits}
     assert "generators.count 1 (each 1 CPU and 1 shelf); no node has them" in placed["refused"]
+
+
+@pytest.mark.slow
+def test_a_driver_without_its_raylet_is_refused(placed):
+    assert placed["lost"] == "Ray's raylet on this machine has ended"
 
 
 def test_both_sides_of_nccl_get_the_same_settings_and_a_persons_own_stay(monkeypatch):
