@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -28,7 +29,8 @@ def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
     }  # fmt: skip
     arguments = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--disable-overlap-schedule", *options]
-    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    files = tempfile.TemporaryDirectory()  # of its sockets, which it leaves
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "TMPDIR": files.name}
     with log_path.open("wb") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     address = f"http://127.0.0.1:{port}"
@@ -40,11 +42,12 @@ def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
     finally:
         shared: list[Path] = []
         with suppress(psutil.NoSuchProcess):
-            own = psutil.Process(server.pid)
-            shared = shared_memory([own, *own.children(recursive=True)])  # killed, they leave it
+            process = psutil.Process(server.pid)
+            shared = shared_memory([process, *process.children(recursive=True)])  # killed, they leave it
         with suppress(ProcessLookupError):
             os.killpg(server.pid, 9)
         server.wait()
+        files.cleanup()
         for path in shared:
             path.unlink(missing_ok=True)
 
