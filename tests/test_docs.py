@@ -32,7 +32,7 @@ from tests.test_imports import LAYERS
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
-    *(page for page in sorted(ROOT.glob("*.md")) if page.name != "CHANGELOG.md"),
+    *sorted(ROOT.glob("*.md")),
     ROOT / "ops" / "README.md",
     *sorted(DOCS.rglob("*.md")),
 ]
