@@ -286,7 +286,10 @@ def start(monkeypatch: pytest.MonkeyPatch):
     def begin(looks: list[tuple[float, set[str]]]) -> None:
         now_s, alive = [0.0], set[str]()
         placement: Any = SimpleNamespace(
-            here=lambda: {}, learner=lambda rank: {}, waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s"
+            here=lambda: {},
+            learner=lambda rank: {},
+            require_this_node=lambda: None,
+            waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s",
         )
         watch: Any = SimpleNamespace(heartbeat=lambda name, incarnation: SimpleNamespace(pid=name in alive))
 
