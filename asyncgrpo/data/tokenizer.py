@@ -56,12 +56,12 @@ def stop_token_ids(
     """Return the sorted stop tokens: of the tokenizer, of generation_config.json, and `extra_stops`.
 
     Args:
-        model_path: folder of the model. Chat models often set a second end token in generation_config.json.
+        model_path: folder or hub id of the model. Chat models often set a second end token in generation_config.json.
         extra_stops: strings (`sampling.stop`) of exactly one token each.
     Raises:
         ConfigError: an extra stop is not a single token, generation_config.json is broken, or no stop token is defined.
     """
-    of_model = _json_object(Path(model_path) / "generation_config.json").get("eos_token_id")
+    of_model = _json_object(model_path, "generation_config.json").get("eos_token_id")
     ends = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
     stops = {int(token) for token in ends if token is not None}
     for text in extra_stops:
@@ -184,7 +184,7 @@ def vocabulary_size(model_path: str) -> int | None:
 
     It is often larger than the tokenizer's, because models round their vocabulary up.
     """
-    config = _json_object(Path(model_path) / "config.json")
+    config = _json_object(model_path, "config.json")
     size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
 
@@ -192,8 +192,18 @@ def vocabulary_size(model_path: str) -> int | None:
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def _json_object(file: Path) -> dict[str, Any]:
-    """Return the object in a file; empty if there is no file. Raises ConfigError."""
+def _json_object(model_path: str, name: str) -> dict[str, Any]:
+    """Return the object in a file of a model; empty if there is no file. Raises ConfigError."""
+    file = Path(model_path).expanduser() / name
+    if not file.parent.is_dir():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        find_model(model_path)
+        try:
+            file = Path(hf_hub_download(model_path, name))
+        except EntryNotFoundError:
+            return {}
     try:
         return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
     except (ValueError, TypeError) as error:

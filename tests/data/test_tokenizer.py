@@ -5,6 +5,7 @@ import random
 import shutil
 
 import pytest
+from huggingface_hub import constants
 
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, render, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
@@ -39,7 +40,7 @@ def test_a_template_that_refuses_says_which_prompt(demo_model):
 
 
 def test_answers_end_by_every_end_token_there_is(tokenizer, demo_model, tmp_path):
-    assert stop_token_ids(tokenizer, "no/folder") == (tokenizer.eos_token_id,)
+    assert stop_token_ids(tokenizer, str(tmp_path)) == (tokenizer.eos_token_id,)
     assert stop_token_ids(tokenizer, str(demo_model), ["\n"]) == (ord("\n"), tokenizer.eos_token_id)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     assert stop_token_ids(tokenizer, str(tmp_path)) == (5, 7, tokenizer.eos_token_id)
@@ -48,9 +49,23 @@ def test_answers_end_by_every_end_token_there_is(tokenizer, demo_model, tmp_path
         stop_token_ids(tokenizer, str(tmp_path))
 
 
+def test_the_files_of_a_hub_id_are_those_of_the_cache(tmp_path, demo_model, tokenizer, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "models--owner--name"
+    shutil.copytree(demo_model, model / "snapshots" / "abc")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    assert vocabulary_size("owner/name") == len(tokenizer)
+    assert stop_token_ids(tokenizer, "owner/name") == (tokenizer.eos_token_id,)
+    (model / "snapshots" / "abc" / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert stop_token_ids(tokenizer, "owner/name") == (5, 7, tokenizer.eos_token_id)
+
+
 def test_the_vocabulary_is_the_models(tmp_path, demo_model, tokenizer):
     assert vocabulary_size(str(demo_model)) == len(tokenizer)
-    assert vocabulary_size("owner/name") is None
     config = tmp_path / "config.json"
     for text, size in (('{"vocab_size": 151936}', 151936), ('{"text_config": {"vocab_size": 9}}', 9), ("{}", None)):
         config.write_text(text)
