@@ -253,7 +253,7 @@ class _EnvironmentPlay(Play[TurnSampler]):
         try:
             reply = await self._unless_aborted(episode.reset())
             if reply is not None:
-                if not self._observe(reply.messages):
+                if reply.messages and not self._observe(reply.messages):
                     raise EnvironmentFailed("its first observation leaves no room for a turn in sampling.max_tokens")
                 reason = await self._play(episode)
         except (EnvironmentFailed, DataError) as error:  # DataError: the chat template
@@ -293,8 +293,8 @@ class _EnvironmentPlay(Play[TurnSampler]):
             return None
 
     def _observe(self, messages: Sequence[dict[str, str]]) -> bool:
-        """Append the environment's messages. Return False if no room for a turn would remain."""
-        return self._transcript.observe(self._by.continue_(messages, self._transcript.last_token) if messages else ())
+        """Append what follows a turn, with the environment's messages. Return False if no room for a turn would remain."""
+        return self._transcript.observe(self._by.continue_(messages, self._transcript.last_token))
 
     async def _unless_aborted(self, call: Any) -> Any:
         """Await a call of the environment; None: the request was aborted first."""

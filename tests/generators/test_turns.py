@@ -143,6 +143,20 @@ async def test_each_turn_reads_exactly_what_was_sampled_and_said():
     assert len({seed for *_, seed in engine.asked}) == 3, "no two turns have the same random numbers"
 
 
+async def test_a_turn_without_a_reply_ends_as_any_other():
+    def close_turn(messages, last) -> tuple[int, ...]:
+        return (*say(messages, last), ord("|"))
+
+    class Silent(EchoEpisode):
+        async def step(self, text: str) -> Reply:
+            return Reply(done=(await super().step(text)).done)
+
+    environment = Echo(turns=3)
+    environment.episode = lambda task: (environment.tasks.append(task), Silent(environment))[1]
+    (one,) = await play(Scripted("ab", "c", "d"), environment, continue_=close_turn)
+    assert all_of(one) == "ab$|c$|d$" and [decode(turn) for turn in one.turns] == ["ab", "c", "d"]
+
+
 async def test_sampled_and_said_tokens_together_fill_the_room_of_a_completion():
     engine = Scripted("ab", "cdefgh")
     (one,) = await play(engine, Echo(turns=9), max_tokens=10)
