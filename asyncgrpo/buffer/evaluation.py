@@ -105,6 +105,7 @@ class Scored(NamedTuple):
 
     score: Score
     text: str
+    """As the reward read it."""
     num_tokens: int
 
 
@@ -333,7 +334,9 @@ class Evaluations:
             return
         evaluation, prompt = self._running[_step_of(lease)], lease.prompt
         evaluation.groups.append(message)
-        completions = [Scored(rollout.score, rollout.text, rollout.num_tokens) for rollout in message.rollouts]
+        completions = [
+            Scored(rollout.score, rollout.said or rollout.text, rollout.num_tokens) for rollout in message.rollouts
+        ]
         for suite in (evaluation.suites[suite_of(prompt.prompt_id)], evaluation.whole):
             suite.add(prompt.source, completions, message.versions)
         self._count_down(evaluation, now_s)

@@ -1,6 +1,7 @@
 """An evaluation ends with every prompt scored or counted as failed, and names the versions that sampled."""
 
 import pytest
+from msgspec.structs import replace
 
 from asyncgrpo.buffer.evaluation import (
     MAX_ATTEMPTS,
@@ -137,6 +138,17 @@ def test_a_prompt_that_only_awaits_its_score_takes_no_place():
     evaluations.give_back(first.lease_id)
     assert evaluations.lease("g", 1.0) == first
     assert evaluations.sampled_by("g") == 2, "it is sampled anew"
+
+
+def test_what_an_environment_replied_is_no_vote():
+    evaluations = Evaluations(SUITES[2:], Sampling(), 7, 10.0, completions=5)
+    evaluations.request(0, 0.0)
+    texts = [f"where?Answer: {found}Oslo" for found in ("Rome", "Bern", "Kyiv")]
+    message = answered(evaluations.lease("g", 0.0), *texts, "Paris", "Paris", right="Oslo")
+    said = [replace(one, said="where?\nOslo" if "Oslo" in one.text else "") for one in message.rollouts]
+    evaluations.accept(replace(message, rollouts=tuple(said)), 1.0)
+    (result,) = evaluations.take_finished()
+    assert result.suites["qa"].numbers["maj@5"][0] == 1.0
 
 
 # -- pass@k, maj@n and intervals ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators.rollout import GroupInFlight, Played
 from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, Score, VersionSpan
+from asyncgrpo.wire.codec import pack_group, unpack_group
 from tests.engines.shared import shared
 from tests.generators.test_rollout import LengthReward, make_lease
 from tests.learner.helpers import plain_logprobs
@@ -238,6 +239,14 @@ async def test_a_group_is_scored_by_its_environment_or_by_the_reward(scores):
     group = await GroupInFlight(lease, turns, LengthReward(), decode).generate("g")
     assert [one.score.value for one in group.rollouts] == [1.0 if scores else float(len("a\nc"))] * 3
     assert group.num_tokens == 3 * 4
+
+
+@pytest.mark.parametrize(("turns", "texts"), [(2, ("a[a]c", "a\nc")), (1, ("a", ""))])
+async def test_a_completion_of_an_evaluation_has_its_text_with_replies_and_without(turns, texts):
+    lease = make_lease(purpose="eval")
+    by = sampler(Scripted("a", "c"), Echo(turns), scores=False).of(lease.prompt)
+    group = unpack_group(*pack_group(await GroupInFlight(lease, by, LengthReward(), decode).generate("g")))
+    assert [(one.text, one.said) for one in group.rollouts] == [texts] * 3
 
 
 @pytest.fixture(scope="module")
