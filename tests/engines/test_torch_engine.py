@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, MistralForCausalLM
 
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.torch import decoder
@@ -191,6 +191,13 @@ def test_a_folder_without_a_model_and_a_window_smaller_than_the_context_are_refu
         asyncio.run(new_engine(tmp_path, max_context=window + 1).start(PolicyVersion(0, 0)))
     with pytest.raises(EngineError, match=str(tmp_path / "nothing")):
         asyncio.run(new_engine(tmp_path / "nothing").start(PolicyVersion(0, 0)))
+
+
+def test_capped_attention_scores_are_refused(tmp_path: Path) -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20, "num_attention_heads": 2, "head_dim": 8}
+    AutoModelForCausalLM.from_config(Gemma2Config(**shape, intermediate_size=16)).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"its attention scores are capped \(attn_logit_softcapping\)"):
+        asyncio.run(new_engine(tmp_path).start(PolicyVersion(0, 0)))
 
 
 def test_close_tells_whoever_still_waits(model_path: Path) -> None:

@@ -176,6 +176,8 @@ class TorchEngine(Engine[Request]):
             raise EngineError(f"its layers are {sorted(kinds)}; only full attention is supported")
         if "sliding_attention" in kinds and window is not None and window < self.max_context:
             raise EngineError(f"its sliding_window ({window}) is smaller than max_context ({self.max_context})")
+        if getattr(config, "attn_logit_softcapping", None) is not None:  # which torch's attention would ignore
+            raise EngineError("its attention scores are capped (attn_logit_softcapping), which is not supported")
         torch.nn.Module.to(model, self.device)
         return model.eval().requires_grad_(False)
 
