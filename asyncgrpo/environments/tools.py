@@ -207,7 +207,7 @@ class ToolBox:
             value = await call_function(self._tools[call.name], **call.arguments)
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except Exception as error:
-            return f"error: {describe(error)}"
+            return f"error: {describe(error, has_place=False)}"
 
 
 def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:

@@ -184,10 +184,13 @@ def number_of(value: Any) -> float | None:
         return math.inf
 
 
-def describe(error: BaseException) -> str:
+def describe(error: BaseException, *, has_place: bool = True) -> str:
     """Return the text of an AsyncGRPOError; of any other error type, text and the user's line that it came from.
 
     Of a group, as a TaskGroup raises it, it is that of the first error: its own names nothing.
+
+    Args:
+        has_place: False leaves the line out.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -199,7 +202,7 @@ def describe(error: BaseException) -> str:
         return text
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_LIBRARIES)]
     # The place stands first, so that a long text does not cut it off.
-    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames and has_place else ""
     return f"{place}{type(error).__name__}: {text}"
 
 

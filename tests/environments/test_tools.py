@@ -38,7 +38,8 @@ async def test_calls_are_answered_in_order_and_a_turn_without_one_is_the_answer(
     assert {one["role"] for one in reply.messages} == {"tool"} and not reply.done and reply.reward is None
     bad = call("lookup", word="nothing") + call("lookup") + call("fly") + "<tool_call>{</tool_call>"
     errors = [one["content"] for one in (await episode.step(bad)).messages]
-    assert "KeyError: 'no such word'" in errors[0] and "missing 1 required" in errors[1]
+    assert errors[0] == "error: KeyError: 'no such word'", "on every machine: no path, no line"
+    assert errors[1].startswith("error: TypeError: ") and "missing 1 required" in errors[1]
     assert errors[2] == "error: unknown tool 'fly'; there are calculator, lookup, later"
     assert "this tool call is not JSON" in errors[3]
     (no_json,) = (await episode.step(call("lookup", word="pair"))).messages
