@@ -66,6 +66,8 @@ def stop_token_ids(
     stops = {int(token) for token in ends if token is not None}
     for text in extra_stops:
         ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) == 2 and not tokenizer.decode(ids[:1]):  # a space that the tokenizer puts before a text
+            del ids[0]
         if len(ids) != 1:
             raise ConfigError(f"sampling.stop: {text!r} is {len(ids)} tokens of this tokenizer; a stop is one token")
         stops.add(ids[0])

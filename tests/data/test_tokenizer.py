@@ -6,11 +6,31 @@ import shutil
 
 import pytest
 from huggingface_hub import constants
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from asyncgrpo.data.tokenizer import decoder, load_tokenizer, render, stop_token_ids, vocabulary_size
+from asyncgrpo.data.tokenizer import (
+    MARK,
+    continuation,
+    decoder,
+    load_tokenizer,
+    render,
+    stop_token_ids,
+    vocabulary_size,
+)
 from asyncgrpo.errors import ConfigError, DataError
 
 QUESTION = [{"role": "user", "content": "735"}]
+
+
+def spaced_tokenizer(spaces: str, *, eats_space: bool = False) -> PreTrainedTokenizerFast:
+    """A token for each letter, and one before a text (`spaces` is `first`) or also behind a special token (`always`)."""
+    letters = {letter: number for number, letter in enumerate("▁\n<>/:abcdefghijklmnopqrstuvwxyz")}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=spaces, split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme=spaces, split=False)
+    backend.add_special_tokens([AddedToken("</s>", rstrip=eats_space, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
 def test_the_ids_are_those_of_the_template_itself(tokenizer):
@@ -47,6 +67,15 @@ def test_answers_end_by_every_end_token_there_is(tokenizer, demo_model, tmp_path
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json is broken"):
         stop_token_ids(tokenizer, str(tmp_path))
+
+
+@pytest.mark.parametrize("spaces", ["first", "always"])
+def test_a_space_that_the_tokenizer_puts_before_a_stop_is_no_part_of_it(tmp_path, spaces):
+    tokenizer = spaced_tokenizer(spaces)
+    newline, eos = tokenizer.convert_tokens_to_ids("\n"), tokenizer.eos_token_id
+    assert stop_token_ids(tokenizer, str(tmp_path), ["\n"]) == (newline, eos)
+    with pytest.raises(ConfigError, match=r"'ab' is 3 tokens"):
+        stop_token_ids(tokenizer, str(tmp_path), ["ab"])
 
 
 def test_the_files_of_a_hub_id_are_those_of_the_cache(tmp_path, demo_model, tokenizer, monkeypatch):
@@ -96,3 +125,25 @@ def test_text_is_what_the_tokenizer_itself_decodes(tokenizer, monkeypatch, keep_
     for some in (tokens, [], *([draw.randrange(len(tokenizer)) for _ in range(50)] for _ in range(50))):
         assert decode(tuple(some)) == tokenizer.decode(some, skip_special_tokens=not keep_special)
     assert decode(tokens).startswith("a b, c! d" if cleans_up else "a b , c ! d")
+
+
+# -- replies of an environment -----------------------------------------------------------------------------------------
+
+
+def test_a_reply_may_have_the_character_that_marks_the_turn_before_it(tokenizer):
+    said = [{"role": "user", "content": f"4{MARK}2"}]
+    assert tokenizer.decode(continuation(tokenizer, said, tokenizer.eos_token_id)) == f"<user>4{MARK}2<assistant>"
+
+
+@pytest.mark.parametrize("spaces", ["first", "always"])
+@pytest.mark.parametrize("template", ["{c}{e}\n", " {c} {e}"], ids=["as Zephyr", "as Llama 2"])
+@pytest.mark.parametrize("eats_space", [False, True], ids=["", "as Phi-3"])
+def test_a_reply_has_the_tokens_that_it_has_in_the_whole_conversation(spaces, template, eats_space):
+    tokenizer = spaced_tokenizer(spaces, eats_space=eats_space)
+    said = template.format(c="{{ m.content }}", e="{{ eos_token }}")
+    of_user = "{% if m.role == 'user' %}<u>{{ m.content }}{% else %}" + said + "{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}" + of_user + "{% endfor %}<a>"
+    chat = [{"role": r, "content": c} for r, c in [("user", "ask"), ("assistant", "right"), ("user", "no: again")]]
+    whole = tokenizer.apply_chat_template(chat, return_dict=False)
+    eos = tokenizer.eos_token_id
+    assert list(continuation(tokenizer, chat[2:], eos)) == whole[whole.index(eos) + 1 :]

@@ -7,11 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from asyncgrpo.data.demo import make_demo_model
-from asyncgrpo.data.tokenizer import MARK, continuation, decoder, load_tokenizer
+from asyncgrpo.data.tokenizer import continuation, decoder, load_tokenizer
 from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.environments.base import EnvironmentFailed, Reply
 from asyncgrpo.errors import EngineError, RequestError
@@ -273,30 +272,6 @@ def test_what_follows_a_turn_is_what_the_chat_template_puts_there(model):
     assert tokenizer.decode(continue_(chat[2:], ord("x"))) == "<eos><user>42<assistant>"
     tokenizer.chat_template = None
     assert tokenizer.decode(continuation(tokenizer, chat[2:], eos)) == "42"
-
-
-def test_a_reply_may_have_the_character_that_marks_the_turn_before_it(model):
-    tokenizer = load_tokenizer(model)
-    eos, said = tokenizer.eos_token_id, [{"role": "user", "content": f"4{MARK}2"}]
-    assert tokenizer.decode(continuation(tokenizer, said, eos)) == f"<user>4{MARK}2<assistant>"
-
-
-@pytest.mark.parametrize("spaces", ["first", "always"])
-@pytest.mark.parametrize("template", ["{c}{e}\n", " {c} {e}"], ids=["as Zephyr", "as Llama 2"])
-@pytest.mark.parametrize("eats_space", [False, True], ids=["", "as Phi-3"])
-def test_a_reply_has_the_tokens_that_it_has_in_the_whole_conversation(spaces, template, eats_space):
-    letters = {letter: number for number, letter in enumerate("▁\n<>/:abcdefghijklmnopqrstuvwxyz")}
-    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=spaces, split=False)
-    backend.add_special_tokens([AddedToken("</s>", rstrip=eats_space, normalized=False)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    said = template.format(c="{{ m.content }}", e="{{ eos_token }}")
-    of_user = "{% if m.role == 'user' %}<u>{{ m.content }}{% else %}" + said + "{% endif %}"
-    tokenizer.chat_template = "{% for m in messages %}" + of_user + "{% endfor %}<a>"
-    chat = [{"role": r, "content": c} for r, c in [("user", "ask"), ("assistant", "right"), ("user", "no: again")]]
-    whole = tokenizer.apply_chat_template(chat, return_dict=False)
-    eos = tokenizer.eos_token_id
-    assert list(continuation(tokenizer, chat[2:], eos)) == whole[whole.index(eos) + 1 :]
 
 
 async def test_log_probs_and_versions_of_turns_are_those_of_the_model_that_sampled_them(model):
