@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from asyncgrpo.config.schema import SamplingConfig
 from asyncgrpo.environments.base import Access
-from asyncgrpo.environments.tools import read_turn
+from asyncgrpo.environments.tools import json_of, read_turn
 from asyncgrpo.errors import AsyncGRPOError
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def for_template(messages: Sequence[Message]) -> list[Message]:
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     try:
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = json_of(call["function"]["arguments"])
     except (ValueError, RecursionError):
         return call
     return call | {"function": call["function"] | {"arguments": arguments}}

@@ -145,7 +145,7 @@ def read_turn(text: str) -> Turn:
 
 def _call(block: str) -> ToolCall:
     try:
-        found = json.loads(block)
+        found = json_of(block)
     except (ValueError, RecursionError) as error:
         return ToolCall("", {}, f"this tool call is not JSON: {error}")
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
@@ -153,12 +153,19 @@ def _call(block: str) -> ToolCall:
     arguments = found.get("arguments", found.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the arguments as JSON in a string
         try:
-            arguments = json.loads(arguments)
+            arguments = json_of(arguments)
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         return ToolCall("", {}, 'the "arguments" of a tool call are a JSON object')
     return ToolCall(found["name"], arguments)
+
+
+def json_of(text: str) -> Any:
+    """Decode JSON. Raises ValueError, also for half a surrogate pair, which could not be sent, or RecursionError."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 # -- tools -------------------------------------------------------------------------------------------------------------

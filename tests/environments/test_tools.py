@@ -116,10 +116,12 @@ def test_calls_are_read(text, turn):
     [
         ("{name: search}", "not JSON"),
         ("[" * 100_000, "not JSON"),
+        ('{"name": "search", "arguments": {"query": "\\ud83d"}}', "surrogates not allowed"),
         ("[1, 2]", 'a JSON object with "name"'),
         ('{"name": 3}', 'a JSON object with "name"'),
         ('{"name": "search", "arguments": "cats"}', "are a JSON object"),
         (json.dumps({"name": "search", "arguments": "[" * 100_000}), "are a JSON object"),
+        (json.dumps({"name": "search", "arguments": json.dumps({"query": "\ud83d"})}), "are a JSON object"),
     ],
 )
 def test_what_is_no_call_says_why(block, problem):

@@ -13,7 +13,7 @@ import pytest
 
 from asyncgrpo.config.schema import Config, DataConfig, EnvironmentConfig, ModelConfig
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
-from asyncgrpo.environments.chat import LARGEST_BODY, Gateway
+from asyncgrpo.environments.chat import LARGEST_BODY, Gateway, for_template
 from asyncgrpo.generators.agents import AgentSampler
 from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
 from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score
@@ -141,6 +141,23 @@ async def test_tools_are_in_the_prompt_and_their_calls_in_the_reply():
     assert (second.finish_reason, second.message.content, second.message.tool_calls) == ("stop", "it is 3", None)
     assert all_of(one) == f"{call}$|3|it is 3$"
     assert isinstance(one, Played) and one.opening == render([{"role": "system", "content": "be kind"}, *ROW], TOOLS)
+
+
+async def test_a_call_with_half_a_surrogate_pair_is_plain_text():
+    found = []
+
+    async def agent(task: Task, access: Access) -> Score:
+        async with client(access) as model:
+            reply = await model.chat.completions.create(model="m", messages=ROW, tools=TOOLS)
+            found.append(reply.choices[0].message)
+        return Score(value=1.0)
+
+    call = r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call>'
+    (one,) = await play(Scripted(call), agent)
+    assert (found[0].content, found[0].tool_calls, one.score) == (call, None, Score(value=1.0))
+    sent = {"id": "1", "function": {"name": "add", "arguments": r'{"a": "\ud83d"}'}}
+    (shown,) = for_template([{"role": "assistant", "content": "", "tool_calls": [sent]}])
+    assert shown["tool_calls"] == [sent], "a text that a template can write"
 
 
 def one_more(*messages: dict[str, Any]) -> Agent:
