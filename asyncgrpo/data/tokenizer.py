@@ -155,19 +155,23 @@ def continuation(
     Raises:
         DataError: the chat template refuses a message of this role after a turn of the model.
     """
-    encode = partial(tokenizer.encode, add_special_tokens=False)
-    if not tokenizer.chat_template:
-        return tuple(encode("".join(one["content"] for one in messages)))
-    before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    text = _text_of(tokenizer, [*before, *messages], None, "a reply of the environment").partition(MARK)[2]
     end = "" if last is None else str(tokenizer.decode([last]))
-    at = text.find(end)
-    if at < 0 or text[:at].strip():
-        return tuple(encode(text))
-    # The template repeats the end token that the model sampled, some after a space. It is encoded with the text behind it,
-    # because many tokenizers put a space before the first text, and some drop the space after an end token.
-    token_ids = encode(text[at:])
-    return tuple(token_ids[1:] if token_ids[:1] == [last] else encode(text[at + len(end) :]))
+    if tokenizer.chat_template:
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        text = _text_of(tokenizer, [*before, *messages], None, "a reply of the environment").partition(MARK)[2]
+        at = text.find(end)
+        if (
+            at >= 0 and not text[:at].strip()
+        ):  # the template repeats the end token that the model sampled, some after a space
+            text = text[at + len(end) :]
+    else:
+        text = "".join(one["content"] for one in messages)
+    # Behind the last token, because many tokenizers put a space before a text, and some drop the one after an end token.
+    token_ids = tokenizer.encode(end + text, add_special_tokens=False)
+    for start in (0, 1):
+        if token_ids[start : start + 1] == [last]:
+            return tuple(token_ids[start + 1 :])
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def opening(

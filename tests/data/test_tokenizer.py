@@ -147,3 +147,11 @@ def test_a_reply_has_the_tokens_that_it_has_in_the_whole_conversation(spaces, te
     whole = tokenizer.apply_chat_template(chat, return_dict=False)
     eos = tokenizer.eos_token_id
     assert list(continuation(tokenizer, chat[2:], eos)) == whole[whole.index(eos) + 1 :]
+
+
+@pytest.mark.parametrize("spaces", ["first", "always"])
+def test_a_reply_without_a_template_follows_the_turn_without_a_space(spaces):
+    tokenizer = spaced_tokenizer(spaces)
+    turn = tokenizer.encode("ask:", add_special_tokens=False)
+    said = continuation(tokenizer, [{"role": "user", "content": "no"}, {"role": "user", "content": " way"}], turn[-1])
+    assert [*turn, *said] == tokenizer.encode("ask:no way", add_special_tokens=False)
