@@ -24,7 +24,7 @@ from asyncgrpo.environments.base import EnvironmentFailed, task_of
 from asyncgrpo.environments.build import Environment, build_agent, build_environment, environment_scores
 from asyncgrpo.errors import DataError, RequestError
 from asyncgrpo.generators.rollout import Activities, Decode, Played
-from asyncgrpo.rewards.base import IN_ENVIRONMENT, failed, kind_of
+from asyncgrpo.rewards.base import IN_ENVIRONMENT, LARGEST, failed, kind_of
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import Completion, FinishReason, KeptTokens, Observation, Prompt, Sampling, Score, VersionSpan
 
@@ -276,6 +276,8 @@ class _EnvironmentPlay(Play[TurnSampler]):
                 return "abort"
             if reply.reward is not None:
                 self._reward = (self._reward or 0.0) + reply.reward
+                if abs(self._reward) > LARGEST:
+                    raise EnvironmentFailed(f"its rewards add up to {self._reward:g}, which is beyond {LARGEST:g}")
             if reply.done:
                 return "stop"
             if turn + 1 == self._by.max_turns or not self._observe(reply.messages):

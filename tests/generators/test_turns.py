@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from asyncgrpo.data.demo import make_demo_model
@@ -16,6 +17,7 @@ from asyncgrpo.environments.base import EnvironmentFailed, Reply
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators.rollout import GroupInFlight, Played
 from asyncgrpo.generators.turns import TurnSampler
+from asyncgrpo.rewards.base import LARGEST
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from asyncgrpo.wire.codec import pack_group, unpack_group
 from tests.engines.shared import shared
@@ -174,6 +176,18 @@ async def test_an_environment_that_fails_is_a_failure_by_name_of_its_completion(
     (one,) = await play(Scripted("a", "b", "c"), Echo(turns=3, fails_at=call))
     assert isinstance(one, Played) and one.score == Score(failure="environment", detail="it broke")
     assert all_of(one) == sampled and one.finish_reason == "abort"
+
+
+async def test_rewards_that_add_up_beyond_the_bound_are_a_failure_by_name():
+    class Rich(EchoEpisode):
+        async def step(self, text: str) -> Reply:
+            return replace(await super().step(text), reward=LARGEST)
+
+    environment = Echo(turns=2)
+    environment.episode = lambda task: (environment.tasks.append(task), Rich(environment))[1]
+    (one,) = await play(Scripted("a", "b"), environment)
+    assert isinstance(one, Played) and one.score is not None and one.score.failure == "environment"
+    assert one.score.detail == "its rewards add up to 2e+06, which is beyond 1e+06"
 
 
 async def test_a_first_observation_without_room_is_a_failure_by_name():
