@@ -387,7 +387,7 @@ class Checked(NamedTuple):
 def check(config: Config, on_progress: Callable[[str], object] = log.info) -> dict[str, Checked]:
     """Check all rows of a run: those of `train`, and those of each held-out suite. All are read, and few are tokenised.
 
-    Renders prompts with images, one prompt per sequence of roles, because a chat template may refuse a sequence, and more until
+    Renders prompts with images, one prompt per form of its turns, because a chat template may refuse a form, and more until
     one is not too long. Logs a warning if only some rows of a source lack an answer.
 
     Args:
@@ -403,7 +403,7 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
 
     def check_source(source: str, limit: int | None) -> Checked:
         schema, rows = open_source(source, config.data)
-        seen, sources = set[tuple[str, ...]](), set[str]()
+        seen, sources = set[tuple[Any, ...]](), set[str]()
         longest, fits, index, unanswered = 0, False, -1, list[int]()
         reported_s = time.monotonic()
         for index, row in enumerate(itertools.islice(rows, limit)):
@@ -414,12 +414,12 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
             sources.add(record.source)
             if record.answer in (None, ""):
                 unanswered.append(index)
-            roles = tuple(turn["role"] for turn in record.messages)
+            form = tuple((turn["role"], _form_of(turn)) for turn in record.messages)
             if record.images:
                 refuse_images(config)
-            elif fits and roles in seen:
+            elif fits and form in seen:
                 continue
-            seen.add(roles)
+            seen.add(form)
             token_ids = rendered(source, index, record, tokenizer, config.data, images).token_ids
             if vocabulary is not None and (token := max(token_ids, default=0)) >= vocabulary:
                 raise ConfigError(f"{source}, row {index}: the model has no token {token}; use its own tokenizer")
@@ -440,6 +440,15 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
         read = [check_source(one, limit) for one in chosen]
         found[name] = Checked(sum(one.rows for one in read), set().union(*(one.sources for one in read)))
     return found
+
+
+def _form_of(value: Any, depth: int = 4) -> Any:
+    """Return the keys and types of a chat turn, down to those of a function that it calls."""
+    if depth and isinstance(value, dict):
+        return tuple((key, _form_of(item, depth - 1)) for key, item in value.items())
+    if depth and isinstance(value, list):
+        return tuple(_form_of(item, depth - 1) for item in value)
+    return type(value), bool(value)
 
 
 def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:

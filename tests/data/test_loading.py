@@ -109,6 +109,22 @@ def test_a_file_of_which_nothing_fits_and_a_bad_row_are_refused_before_the_run(c
         check(configured(tmp_path, *more, rows=[*ROWS[:199], {"prompt": "1"}]))
 
 
+def test_turns_that_the_template_refuses_are_refused_before_the_run(config, tmp_path):
+    def row(*functions: dict) -> dict:
+        called = {"role": "assistant", "content": "1", "tool_calls": [{"function": one} for one in functions]}
+        return {"prompt": [called], "ground_truth": "1"}
+
+    def refused(condition: str, other: dict) -> None:
+        template = "{% if messages[0].tool_calls" + condition + " %}{{ raise_exception('not so') }}{% endif %}"
+        (tmp_path / "model" / "chat_template.jinja").write_text(template + "a")
+        with pytest.raises(DataError, match=r"train\.jsonl, row 150: .* refuses the turns assistant: not so"):
+            check(configured(tmp_path, rows=[*[row(plain)] * 150, other, *[row(plain)] * 49]))
+
+    plain = {"name": "f", "arguments": {"a": 1}}
+    refused("|length > 1", row(plain, plain))
+    refused("[0].function.arguments is string", row(plain | {"arguments": '{"a": 1}'}))
+
+
 def test_a_long_check_reports_its_progress(config, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "PROGRESS_EVERY_S", -1.0)
     lines = []
