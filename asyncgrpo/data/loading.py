@@ -400,6 +400,7 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
     vocabulary, images = vocabulary_size(config.model.path), Images.of(config)
+    image = PLACEHOLDER if images is None else str(tokenizer.decode([images.token_id]))
 
     def check_source(source: str, limit: int | None) -> Checked:
         schema, rows = open_source(source, config.data)
@@ -414,7 +415,7 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
             sources.add(record.source)
             if record.answer in (None, ""):
                 unanswered.append(index)
-            form = tuple((turn["role"], _form_of(turn)) for turn in record.messages)
+            form = tuple((turn["role"], image in turn["content"], _form_of(turn)) for turn in record.messages)
             if record.images:
                 refuse_images(config)
             elif fits and form in seen:

@@ -159,6 +159,14 @@ def test_what_cannot_be_used_is_refused_with_file_row_and_one_sentence(tmp_path,
     assert message in text and "train.parquet" in text and "\n" not in text
 
 
+def test_an_image_token_in_the_text_of_any_row_is_refused_before_the_run(tmp_path, model):
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps(verl(None, f"{text}?")) + "\n" for text in ("", "<|image_pad|>"))
+    )
+    with pytest.raises(DataError, match=r"row 1: 0 images, but its prompt has 1 image tokens"):
+        check(settings(tmp_path, model, f"data.train={tmp_path / 'train.jsonl'}"))
+
+
 def test_the_images_of_every_row_are_read_before_the_run(tmp_path, model):
     write(tmp_path, [verl([of_bytes(PNG)])] * 2 + [verl([of_bytes(b"\x89PNG, or so")])])
     with pytest.raises(DataError, match=r"row 2: .*its bytes are no image"):
