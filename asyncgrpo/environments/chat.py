@@ -129,7 +129,9 @@ def _message(given: Message, index: int) -> Message:
 
 def _tool_call(given: Any, where: str) -> dict[str, Any]:
     match given:
-        case {"function": {"name": str(name), "arguments": str(arguments)}}:
+        case {"function": {"name": str(name), "arguments": str() | dict() as arguments}}:
+            if isinstance(arguments, dict):  # as rows have them
+                arguments = json.dumps(arguments, ensure_ascii=False)
             function = {"name": name, "arguments": arguments}
             return {"id": given.get("id"), "type": "function", "function": function}
     raise Refused(400, f"{where}.tool_calls must have function.name and function.arguments, both texts")

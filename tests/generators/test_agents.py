@@ -13,7 +13,7 @@ import pytest
 
 from asyncgrpo.config.schema import Config, DataConfig, EnvironmentConfig, ModelConfig
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
-from asyncgrpo.environments.chat import LARGEST_BODY, Gateway, for_template
+from asyncgrpo.environments.chat import LARGEST_BODY, Gateway, for_template, read_request
 from asyncgrpo.generators.agents import AgentSampler
 from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
 from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score
@@ -158,6 +158,14 @@ async def test_a_call_with_half_a_surrogate_pair_is_plain_text():
     sent = {"id": "1", "function": {"name": "add", "arguments": r'{"a": "\ud83d"}'}}
     (shown,) = for_template([{"role": "assistant", "content": "", "tool_calls": [sent]}])
     assert shown["tool_calls"] == [sent], "a text that a template can write"
+
+
+def test_the_tool_calls_of_a_row_may_have_objects_as_arguments():
+    function = {"name": "add", "arguments": {"a": "\u00e9"}}
+    messages = [*ROW, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
+    chat = read_request(json.dumps({"messages": messages}).encode())
+    assert chat.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": "\u00e9"}'}
+    assert for_template(chat.messages)[1]["tool_calls"][0]["function"] == function
 
 
 def one_more(*messages: dict[str, Any]) -> Agent:
