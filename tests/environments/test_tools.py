@@ -116,6 +116,7 @@ def test_calls_are_read(text, turn):
     [
         ("{name: search}", "not JSON"),
         ("[" * 100_000, "not JSON"),
+        ("x" + " " * 1_000_000 + "x", "not JSON"),  # in linear time
         ('{"name": "search", "arguments": {"query": "\\ud83d"}}', "surrogates not allowed"),
         ("[1, 2]", 'a JSON object with "name"'),
         ('{"name": 3}', 'a JSON object with "name"'),
