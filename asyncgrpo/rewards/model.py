@@ -36,7 +36,7 @@ from asyncgrpo.types import Prompt, Score
 
 PATTERN = (
     r"(?im)\bscore\b[^:=\n]{0,30}(?:[:=]|\bis\b)\W{0,4}?(-?\d+(?:\.\d+)?)"
-    r"|^[\s*\[]*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[\s*\].]*$"
+    r"|^(?:[^\S\n]|[*\[])*(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?[\s*\].]*$"
 )
 """Matches the number of `Score: 7`, `**Score (0 to 10):** 7/10` or `"score": 7`, and one that stands alone in its line."""
 TEMPLATE = """Judge how well a response does what it was asked for.

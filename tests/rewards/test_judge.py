@@ -77,6 +77,7 @@ async def test_the_key_comes_from_the_environment_and_fields_of_the_request_are_
         ("<think>It may be Score: 2, or", None),
         ("Its <think> block is right. Score: 2", 2.0),
         ("There are 3 mistakes in it.", None),
+        ("\n" * 500_000 + "x", None),  # in linear time
     ],
 )
 def test_the_number_of_a_reply(reply, number):
