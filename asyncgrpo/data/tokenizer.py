@@ -153,16 +153,13 @@ def continuation(
         messages: after the turn.
         last: last token of the turn.
     Raises:
-        DataError: the chat template refuses a message of this role after a turn of the model.
+        DataError: the chat template refuses messages of these roles after a turn of the model, or leaves them out.
     """
     end = "" if last is None else str(tokenizer.decode([last]))
     if tokenizer.chat_template:
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        text = _text_of(tokenizer, [*before, *messages], None, "a reply of the environment").partition(MARK)[2]
+        text = _text_behind_turn(tokenizer, messages)
         at = text.find(end)
-        if (
-            at >= 0 and not text[:at].strip()
-        ):  # the template repeats the end token that the model sampled, some after a space
+        if at >= 0 and not text[:at].strip():  # it repeats the end token that the model sampled, some after a space
             text = text[at + len(end) :]
     else:
         text = "".join(one["content"] for one in messages)
@@ -172,6 +169,18 @@ def continuation(
         if token_ids[start : start + 1] == [last]:
             return tuple(token_ids[start + 1 :])
     return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _text_behind_turn(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]]) -> str:
+    def behind(*more: dict[str, Any]) -> str:
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        return _text_of(tokenizer, [*before, *more], None, "a reply of the environment").partition(MARK)[2]
+
+    text = behind(*messages)
+    if messages and not any(one["content"] in text for one in messages) and text == behind():
+        roles = ", ".join(one["role"] for one in messages)
+        raise DataError(f"the model's chat template leaves out what a reply has in the roles {roles}")
+    return text
 
 
 def opening(

@@ -155,3 +155,14 @@ def test_a_reply_without_a_template_follows_the_turn_without_a_space(spaces):
     turn = tokenizer.encode("ask:", add_special_tokens=False)
     said = continuation(tokenizer, [{"role": "user", "content": "no"}, {"role": "user", "content": " way"}], turn[-1])
     assert [*turn, *said] == tokenizer.encode("ask:no way", add_special_tokens=False)
+
+
+def test_a_reply_that_the_template_leaves_out_is_refused():
+    tokenizer = spaced_tokenizer("first")
+    turns = "{% if m.role == 'user' %}<u>{{ m.content }}{% elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}" + turns + "{% endfor %}<a>"
+    eos, said = tokenizer.eos_token_id, [{"role": "user", "content": "no"}, {"role": "tool", "content": "cat"}]
+    assert tokenizer.decode(continuation(tokenizer, said[:1], eos)) == "<u>no<a>"
+    assert tokenizer.decode(continuation(tokenizer, [], eos)) == "<a>"
+    with pytest.raises(DataError, match="the model's chat template leaves out what a reply has in the roles tool"):
+        continuation(tokenizer, said[1:], eos)
