@@ -210,8 +210,8 @@ class Completion:
     kept: KeptTokens | None = None
     """Tokens that top-p and top-k left; None: not recorded."""
     routes: np.ndarray | None = None
-    """[positions, layers, K] int16, the experts of each token of prompt and completion, in reading order, from the first on;
-    -1 where a choice is unknown. None: not recorded."""
+    """[positions, layers, K] uint8 or int16, the experts of each token of prompt and completion, in reading order, from the
+    first on; -1 where a choice is unknown. None: not recorded."""
     teacher: TeacherLogprobs | None = None
     """Log-probs of a served teacher; None: there is none."""
 

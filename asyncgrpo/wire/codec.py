@@ -9,7 +9,6 @@ are counted by reason.
 """
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, get_args
@@ -109,6 +108,9 @@ def _too_long(kind: type[Message], header: Buffer, payload: Buffer) -> str:
 
 _IDS, _VALUES = "<i4", "<f4"
 """Types of token ids and counts, and of log-probs, in a payload."""
+_ROUTES = {1: "u1", 2: "<i2"}
+"""Types of experts in a payload, by their bytes."""
+_NO_ROUTES = np.zeros((0, 0, 0), np.uint8)
 
 SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rollouts")
 """Fields that `Group` and `Deliver` share."""
@@ -130,12 +132,11 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
             chosen += [_array(kept.counts, _IDS), _array(kept.ids, _IDS)]
         if teacher is not None:
             chosen += map(_array, teacher, (_VALUES, _IDS, _VALUES))
-        routes, shape = b"", (0, 0, 0)
+        routes = _NO_ROUTES
         if completion.routes is not None:
-            shape = completion.routes.shape
-            routes = zlib.compress(completion.routes.astype("<i2").tobytes(), level=1)
-            routes += bytes(-len(routes) % 4)
-        chosen.append(routes)
+            fit_bytes = completion.routes.min(initial=0) >= 0 and completion.routes.max(initial=0) < 256
+            routes = _array(completion.routes, _ROUTES[1 if fit_bytes else 2])
+            chosen += [routes, bytes(-routes.nbytes % 4)]
         headers.append(
             RolloutHeader(
                 index=completion.index,
@@ -148,8 +149,9 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 text=rollout.text,
                 said=rollout.said,
                 kept=0 if kept is None else len(kept.ids),
-                routes=shape,
-                routes_bytes=len(routes),
+                routes=routes.shape,
+                routes_bytes=-(-routes.nbytes // 4) * 4,
+                route_bytes=routes.itemsize,
                 teacher=0 if teacher is None else 1 + teacher.ids.shape[1],
             )
         )
@@ -295,16 +297,15 @@ def _check_header(message: Deliver, header: RolloutHeader) -> None:
         raise _refused("not_finite", message, header.index, "the score is not finite")
 
 
-def _routes(message: Deliver, header: RolloutHeader, compressed: np.ndarray) -> np.ndarray:
-    """Decompress routes. Raises RefusedError: they have another shape than the header says, or a shape that cannot be."""
-    longest = len(message.prompt.token_ids) + header.num_tokens + header.num_observed
-    if header.routes[0] > longest or math.prod(header.routes[1:]) > LARGEST_ROUTE:
-        raise _refused("schema", message, header.index, f"routes {header.routes} of {longest} tokens")
-    size = 2 * math.prod(header.routes)
-    try:
-        return np.frombuffer(zlib.decompressobj().decompress(compressed.data, size + 1), "<i2").reshape(header.routes)
-    except (zlib.error, ValueError) as error:
-        raise _refused("schema", message, header.index, f"its routes cannot be read: {error}") from error
+def _routes(message: Deliver, header: RolloutHeader, found: np.ndarray) -> np.ndarray:
+    """Return routes in their shape. Raises RefusedError: the shape is not theirs, or cannot be."""
+    longest, size = len(message.prompt.token_ids) + header.num_tokens + header.num_observed, math.prod(header.routes)
+    routes = found.view(_ROUTES[header.route_bytes])
+    is_theirs = 0 <= routes.nbytes - size * header.route_bytes < 4
+    if header.routes[0] > longest or math.prod(header.routes[1:]) > LARGEST_ROUTE or not is_theirs:
+        text = f"{found.nbytes} bytes of routes {header.routes} of {longest} tokens"
+        raise _refused("schema", message, header.index, text)
+    return routes[:size].reshape(header.routes)
 
 
 def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) -> None:

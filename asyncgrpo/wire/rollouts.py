@@ -80,7 +80,9 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     routes: tuple[Count, Count, Count] = (0, 0, 0)
     """Shape of `Completion.routes`; zeros: they are not recorded."""
     routes_bytes: Annotated[int, msgspec.Meta(ge=0, multiple_of=4)] = 0
-    """Their size in the payload, compressed."""
+    """Their size in the payload, filled up to a multiple of 4."""
+    route_bytes: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
+    """Size of an expert in them: 1 if all are below 256."""
     teacher: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
     """Log-probs of a served teacher per sampled token: its own and those of the most likely tokens; 0: there is none."""
 
@@ -102,7 +104,7 @@ class Deliver(Message):
 
     The payload holds for each completion the token ids (int32), then the log-probs (float32). The token ids of all
     observations (int32) follow, then for each completion the counts and ids of its kept tokens (int32), the teacher's
-    log-probs (float32, with ids as int32 between both kinds), and its routes (int16, zlib).
+    log-probs (float32, with ids as int32 between both kinds), and its routes (uint8 or int16).
     """
 
     max_header_bytes: ClassVar[int] = TEXTS_BYTES

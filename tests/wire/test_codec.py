@@ -49,13 +49,16 @@ def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
 
 
 def with_choices(group: Group) -> Group:
-    """The same group; completions with tokens have kept tokens, all but the last have routes, all but the first a teacher."""
+    """The same group; completions with tokens have kept tokens, all but the last have routes, all but the first a teacher.
+
+    An expert of the first is unknown, so its routes take two bytes each."""
     rollouts = []
     for rollout in group.rollouts:
         completion, length = rollout.completion, len(rollout.completion.token_ids)
         counts = np.arange(1, length + 1, dtype=np.int32)
         kept = KeptTokens(np.arange(counts.sum(), dtype=np.int32), counts) if length else None
-        routes = np.arange(-1, (3 + length) * 6 - 1, dtype=np.int16).reshape(-1, 2, 3) if completion.index < 2 else None
+        experts = np.arange((3 + length) * 6).reshape(-1, 2, 3)
+        routes = [(experts - 1).astype(np.int16), experts.astype(np.uint8), None][completion.index]
         ids = np.arange(2 * length, dtype=np.int32).reshape(length, 2)
         teacher = TeacherLogprobs(completion.logprobs - 1, ids, -ids.astype(np.float32)) if completion.index else None
         rollouts.append(replace(rollout, completion=replace(completion, kept=kept, routes=routes, teacher=teacher)))
@@ -86,12 +89,13 @@ def test_a_group_comes_back_as_it_was_sent(group):
     [
         ({"kept": 5}, None, "payload has"),
         ({"routes": (7, 2, 3)}, None, "routes .7, 2, 3. of 6 tokens"),
-        ({"routes": (6, 2, 4)}, None, "its routes cannot be read"),
+        ({"routes": (6, 2, 4)}, None, "72 bytes of routes .6, 2, 4. of 6 tokens"),
+        ({"routes": (6, 2, 2)}, None, "72 bytes of routes"),
+        ({"route_bytes": 1}, None, "72 bytes of routes"),
         ({"routes": (6, 2**15, 1)}, None, "routes"),
         ({}, (16, -1), "do not add up"),
         ({}, (18, 2), "do not add up"),
         ({}, (19, -1), "a kept token is not in"),
-        ({}, (25, -1), "its routes cannot be read"),
         ({"teacher": 3}, None, "payload has"),
         ({}, (-25, -1), "a log-prob of the teacher is not finite"),
         ({}, (-20, -1), "a token of the teacher is not in"),
