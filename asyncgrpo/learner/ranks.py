@@ -49,8 +49,7 @@ class RankCommand(msgspec.Struct, frozen=True, kw_only=True):
     slot: int = 0
     """`snapshot`: number of the arena in that file."""
     header: bytes = b""
-    """`step`: the encoded Batch."""
-    payload: bytes = b""
+    """`step`: the encoded Batch. Its payload follows the command."""
 
 
 class Team:
@@ -61,27 +60,30 @@ class Team:
         self.world = world
         self._sent_s = time.monotonic()
 
-    def broadcast(self, command: RankCommand) -> None:
-        """Send a command from rank 0 to all other ranks."""
+    def broadcast(self, command: RankCommand, payload: bytes | memoryview = b"") -> None:
+        """Send a command, and the payload of its batch as it is, from rank 0 to all other ranks."""
         if self.world == 1:
             return
         self._sent_s = time.monotonic()
-        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([len(data)]), src=0)
-        dist.broadcast(data, src=0)
+        parts = [bytearray(msgspec.msgpack.encode(command)), payload]
+        dist.broadcast(torch.tensor([len(part) for part in parts]), src=0)
+        for part in filter(len, parts):
+            dist.broadcast(torch.frombuffer(part, dtype=torch.uint8), src=0)
 
     def send_heartbeat(self) -> None:
         """Send `wait` if rank 0 sent no command for some time. Without commands the other ranks time out within minutes."""
         if time.monotonic() - self._sent_s > liveness.RANK_HEARTBEAT_S:
             self.broadcast(RankCommand(what="wait"))
 
-    def receive(self) -> RankCommand:
-        """Return the next command of rank 0. Blocks."""
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, src=0)
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        dist.broadcast(data, src=0)
-        return msgspec.msgpack.decode(data.numpy().tobytes(), type=RankCommand)
+    def receive(self) -> tuple[RankCommand, memoryview]:
+        """Return the next command of rank 0, and its payload. Blocks."""
+        sizes = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(sizes, src=0)
+        parts = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+        for part in filter(len, parts):
+            dist.broadcast(part, src=0)
+        command, payload = (part.numpy().data for part in parts)
+        return msgspec.msgpack.decode(command, type=RankCommand), payload
 
 
 # -- from the buffer ---------------------------------------------------------------------------------------------------

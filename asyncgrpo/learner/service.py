@@ -168,8 +168,8 @@ class LearnerService:
             return message.why
         with self._clock("forward_backward"):
             if self.team.world > 1:
-                head, body = map(bytes, encode(message, payload))
-                self.team.broadcast(RankCommand(what="step", version=self.version, header=head, payload=body))
+                header = bytes(encode(message, payload)[0])
+                self.team.broadcast(RankCommand(what="step", version=self.version, header=header), payload)
             report = self.learner.step(groups, self.version)
         started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
         self._updates, self._shares_within = self.learner.steps, report.shares_within
@@ -405,10 +405,11 @@ def _untrained(counters: Mapping[str, float]) -> str:
 
 def follow(learner: Learner, team: Team) -> None:
     """Run the commands of rank 0 on another rank until `end`."""
-    while (command := team.receive()).what != "end":
+    while (received := team.receive())[0].what != "end":
+        command, payload = received
         match command.what:
             case "step":
-                message, payload = decode([command.header, command.payload])
+                message, payload = decode([command.header, payload])
                 assert isinstance(message, Batch) and command.version is not None
                 with suppress(TrainingError):  # rank 0 raises the same error and commands what follows
                     learner.step(unpack_batch(message, payload), command.version)

@@ -95,12 +95,12 @@ class Timeline:
         for leg in self.legs:
             yield from leg.steps
 
-    def batch(self, step: PlannedStep) -> tuple[Batch, bytes]:
+    def batch(self, step: PlannedStep) -> tuple[Batch, memoryview]:
         """Return the batch of a step as the learner received it, without counters. Raises JournalError."""
         found = [self._group(step, group) for group in step.groups]
         groups, sizes = tuple(deliver for deliver, _ in found), tuple(len(payload) for _, payload in found)
         message = Batch(version=step.version, groups=groups, payload_sizes=sizes, counters={}, evals=())
-        return message, b"".join(payload for _, payload in found)
+        return message, memoryview(bytearray().join(payload for _, payload in found))
 
     def _group(self, step: PlannedStep, found: Found) -> tuple[Deliver, bytes]:
         group = self.history.group(found)
@@ -444,11 +444,11 @@ class Replay:
     def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: PhaseClock) -> Pair:
         with clock("wait_data"):
             message, payload = self._timeline.batch(planned)
-            groups = unpack_batch(message, memoryview(payload))
+            groups = unpack_batch(message, payload)
         with clock("forward_backward"):
             if team.world > 1:
-                header, body = map(bytes, encode(message, payload))
-                team.broadcast(RankCommand(what="step", version=planned.version, header=header, payload=body))
+                header = bytes(encode(message, payload)[0])
+                team.broadcast(RankCommand(what="step", version=planned.version, header=header), payload)
             report = learner.step(groups, planned.version)
         version = f"{planned.version.lineage}.{planned.number}"
         recorded = self._steps.get(version)

@@ -21,7 +21,7 @@ from asyncgrpo.errors import (
     WireError,
 )
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, read_state
-from asyncgrpo.learner.ranks import Team
+from asyncgrpo.learner.ranks import RankCommand, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Batch, NoMore, Snapshot
@@ -389,13 +389,16 @@ def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
     liveness.RANK_HEARTBEAT_S = GIVES_UP_S / 3
     team = Team(rank, world)
     if rank == 0:
+        team.broadcast(RankCommand(what="step"), memoryview(bytearray(b"a batch")))
         running = service(Path(folder) / "run", Paused())
         running.team = team
         assert running.run() == "drained"
         return
+    command, payload = team.receive()
+    assert (command.what, payload) == ("step", b"a batch")
     heard = []
     while not heard or heard[-1] != "end":
-        heard.append(team.receive().what)
+        heard.append(team.receive()[0].what)
     Path(folder, "heard").write_text(" ".join(heard))
 
 
