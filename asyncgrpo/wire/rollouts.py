@@ -108,7 +108,7 @@ class Deliver(Message):
     """
 
     max_header_bytes: ClassVar[int] = TEXTS_BYTES
-    max_payload_bytes: ClassVar[int] = 2**28
+    max_payload_bytes: ClassVar[int] = 2**29
 
     group_id: Name
     lease_id: Name
@@ -314,8 +314,8 @@ class Batch(Message):
     """The groups of one step. The payload concatenates the payloads of the groups."""
 
     max_header_bytes: ClassVar[int] = 2**30
-    max_payload_bytes: ClassVar[int] = 2**32 - 1
-    """As much as msgpack holds, in which rank 0 passes it on: 500 million tokens."""
+    max_payload_bytes: ClassVar[int] = 2**36
+    """8 billion tokens, or 150 million with the experts of 48 layers."""
 
     version: PolicyVersion
     """Of the request."""

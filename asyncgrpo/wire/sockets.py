@@ -24,7 +24,7 @@ from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode, encode
 
-MOST_TO_A_SERVER, MOST_TO_A_CLIENT = 2**30, 2**32
+MOST_TO_A_SERVER, MOST_TO_A_CLIENT = 2**30, 2**36
 """Largest frame, bytes. A client receives batches."""
 LINGER_MS = 2_000
 SEND_TIMEOUT_MS = 5_000
