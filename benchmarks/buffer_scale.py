@@ -26,7 +26,7 @@ from asyncgrpo.buffer.recovery import reopen
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.history import FORMAT, RunStarted
+from asyncgrpo.journal.history import RunStarted
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from asyncgrpo.wire.rollouts import (
     Batch,
@@ -73,7 +73,7 @@ def serve(connection: Connection, keys: Keys, folder: Path, per_step: int) -> No
     )
     state = prompts.state().without_shares
     same = {"compatibility_key": {}, "config": {}, "policy": config.policy}
-    start = RunStarted(format=FORMAT, lineage=1, parent=None, max_lag=3, prompts=state, **same)
+    start = RunStarted(lineage=1, parent=None, max_lag=3, prompts=state, **same)
     journal = reopen(folder, start, prompts, config).journal
     algorithm = AlgorithmConfig(group_size=SIZE)
     buffer = Buffer(config, algorithm, prompts, Sampling(), seed=0, lineage=1, journal=journal)

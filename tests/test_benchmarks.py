@@ -1,11 +1,14 @@
 """The benchmarks run: the smallest cell of each says what it measured. No figure is judged here."""
 
 import time
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import benchmarks
 from asyncgrpo.learner.packing import pack
 from benchmarks import gpu_learner
 from benchmarks.gpu_tables import learner_table
@@ -51,3 +54,8 @@ def test_operations_are_those_of_the_matrices():
     attention = 2 * shape.layers * shape.heads * shape.head_dim * 2 * whole.pairs
     forward = 2 * shape.body * 18 + 2 * shape.head * 12 + attention
     assert train_flops(shape, whole) == pytest.approx(3 * forward)
+
+
+def test_every_benchmark_can_be_imported():
+    for path in Path(benchmarks.__file__).parent.glob("*.py"):
+        import_module(f"benchmarks.{path.stem}")
