@@ -16,6 +16,7 @@ from asyncgrpo.engines.sglang.engine import (
     completion_of,
     keeps_some,
     sampling_params,
+    with_arrays,
 )
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion, Sampling, VersionSpan
@@ -54,6 +55,17 @@ def test_a_completion_aborted_before_its_first_token_is_empty() -> None:
     completion = completion_of(output([], [-1.0], {"type": "abort", "message": "Aborted"}), 0)
     assert (len(completion.token_ids), len(completion.logprobs), completion.spans) == (0, 0, ())
     assert completion.finish_reason == "abort"
+
+
+def test_routes_are_arrays_which_sglang_passes_on() -> None:
+    async def handle(batch: Any) -> None:
+        nothing, experts = batch.routed_experts
+        assert nothing is None
+        completion = completion_of(output([5], [-0.5], routed_experts=experts), 0)
+        assert completion.routes is not None and completion.routes.tolist() == [[[7]], [[9]]]
+
+    routes = torch.tensor([[[7]], [[9]]], dtype=torch.int32)
+    asyncio.run(with_arrays(handle, SimpleNamespace(routed_experts=[None, routes])))
 
 
 @pytest.mark.parametrize(

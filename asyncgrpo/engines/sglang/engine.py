@@ -9,7 +9,6 @@ thread, because SGLang's processes end with the thread that started them. The ma
 """
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import logging
@@ -20,8 +19,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
@@ -131,10 +131,6 @@ class SGLangEngine(Engine[SGLangRequest]):
             raise EngineError(f"SGLang cannot start with the model {self.options.model_path}: {why}") from error
         self._connect()
         self.vocab_size = self._manager.model_config.vocab_size
-        text = self._manager.model_config.hf_text_config
-        self._routes_shape = (
-            (-1, text.num_hidden_layers, text.num_experts_per_tok) if self.options.records_routes else None
-        )
         self._started(version)
         # Imported objects stay; without this every full garbage collection would traverse them.
         await self._manager.freeze_gc()
@@ -260,6 +256,7 @@ class SGLangEngine(Engine[SGLangRequest]):
         self._manager = self._engine.tokenizer_manager
         # If SGLang started this task itself, it would also handle SIGTERM and kill this process on a failure.
         self._manager.event_loop = loop
+        self._manager._handle_batch_output = partial(with_arrays, self._manager._handle_batch_output)
         self._receiving = loop.create_task(self._manager.handle_loop(), name="sglang-receive")
         self._receiving.add_done_callback(lambda task: self._die("its replies cannot be read"))
         loop.add_signal_handler(signal.SIGQUIT, self._die, "one of its processes died")
@@ -313,7 +310,7 @@ class SGLangEngine(Engine[SGLangRequest]):
 
     async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
         async for output in outputs:  # exactly one, because streaming is off
-            request.deliver(completion_of(output, index, self._routes_shape))
+            request.deliver(completion_of(output, index))
 
     def _spawn(self, request: SGLangRequest, work: Coroutine[Any, Any, None]) -> None:
         """Run a task for a request. If the task fails, so does the request."""
@@ -437,26 +434,25 @@ def keeps_some(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and is_filtered
 
 
-def completion_of(output: dict[str, Any], index: int, routes_shape: tuple[int, ...] | None = None) -> Completion:
-    """Convert SGLang's output to a completion. It includes a stop token. Raises EngineError if a log-prob is not finite.
+async def with_arrays(handle: Callable[[Any], Awaitable[None]], output: Any) -> None:
+    """Let SGLang handle an output with its routes as arrays. It passes on arrays, and makes base64 of tensors, which is slow."""
+    if routes := getattr(output, "routed_experts", None):
+        output.routed_experts = [None if one is None else one.numpy() for one in routes]
+    await handle(output)
 
-    Args:
-        routes_shape: of the routed experts; None: they are not recorded.
-    """
+
+def completion_of(output: dict[str, Any], index: int) -> Completion:
+    """Convert SGLang's output to a completion. It includes a stop token. Raises EngineError if a log-prob is not finite."""
     meta = output["meta_info"]
     token_ids = np.array(output["output_ids"], dtype=np.int32)
     # A completion that was aborted before its first token may have the log-prob of a discarded token.
     logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
-    kept, routes = None, None
+    kept, routes = None, meta.get("routed_experts")
     if "output_token_sampling_mask" in meta:
         masks = meta["output_token_sampling_mask"][: len(token_ids)]
         counts = np.array([len(mask) for mask in masks], dtype=np.int32)
         kept = KeptTokens(np.fromiter(itertools.chain(*masks), np.int32), counts)
         logprobs = np.array(meta["output_token_sampling_logprobs"][: len(token_ids)], dtype=np.float32)
-    if routes_shape is not None and meta.get("routed_experts"):
-        routes = (
-            np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(routes_shape).astype(np.int16)
-        )
     if len(logprobs) != len(token_ids):
         raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
     reason = meta["finish_reason"]
@@ -475,7 +471,7 @@ def completion_of(output: dict[str, Any], index: int, routes_shape: tuple[int, .
         ),
         finish_reason=reason["type"],
         kept=kept,
-        routes=routes,
+        routes=None if routes is None else routes.astype(np.int16),
     )
 
 
