@@ -150,7 +150,7 @@ damage in the middle passes for a torn end: journal.history:read_segment
 a record that the disk refused is not written again: journal.log:Journal._attempt
     self._num_written = 0 -> pass
     journal/test_log.py::test_after_a_failed_sync_everything_since_the_last_good_one_is_written_again
-bodies are given up of groups that may yet be trained: journal.log:Journal._retire
+bodies are given up of groups that may yet be trained: journal.log:Journal._note_settled
     - set(self._unsettled.values()) ->
     journal/test_log.py::test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays
 # resume and events

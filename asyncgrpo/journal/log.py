@@ -8,7 +8,7 @@ Until then the journal `is_blocked`. A record is durable once it has reached the
     fsync_each       the disk has it, record by record
 
 A segment is final once a later one exists, with one exception: when a checkpoint has settled all its groups, it is
-rewritten without their bodies. A journal that is kept for a replay keeps its bodies.
+rewritten without their bodies, one segment in each `tick`. A journal that is kept for a replay keeps its bodies.
 """
 
 import logging
@@ -155,6 +155,7 @@ class Journal:
         self._is_dirty = False
         self._issued: list[BatchIssued] = []
         self._with_bodies = {s.number for s in history.segments if s.has_bodies and not s.damage}
+        self._settled: deque[int] = deque()  # segments to be rewritten without bodies
         self._unsettled = {  # lease id -> segment with its body
             found.record.lease_id: found.segment
             for found in history.found
@@ -181,13 +182,14 @@ class Journal:
         return position <= self._num_durable
 
     def tick(self) -> None:
-        """Sync if the interval is over, or retry after a failure. Call it a few times a second."""
+        """Sync if the interval is over, retry after a failure, or rewrite a settled segment. Call it a few times a second."""
         now_s = self._now()
         if self.is_blocked is not None:
             if now_s - self._tried_s >= RETRY_EVERY_S:
                 self._attempt(self._begin_again)
         elif self._durability == "fsync_interval" and self._is_dirty and now_s - self._synced_s >= SYNC_EVERY_S:
             self._attempt(self._sync)
+        self._retire()
 
     def sync(self) -> bool:
         """Sync everything now, at any durability. Return True if that succeeded."""
@@ -196,9 +198,11 @@ class Journal:
         return self.is_blocked is None
 
     def close(self) -> None:
-        """Sync and close the file."""
+        """Sync and close the file, and rewrite all settled segments."""
         self.sync()
         self._close_file()
+        while self._settled:
+            self._retire()
 
     # -- inside: each may raise OSError --------------------------------------------------------------------------------
 
@@ -250,7 +254,7 @@ class Journal:
             elif self._durability == "fsync_each":
                 self._sync()
             if isinstance(record, Committed):
-                self._retire()
+                self._note_settled()
         # Not earlier: a failed sync at the end of a segment may lose records in it.
         if self._durability == "written":
             self._mark_durable()
@@ -303,10 +307,15 @@ class Journal:
                             self._unsettled.pop(lease_id, None)
                 self._issued = [issued for issued in self._issued if issued.step > step]
 
+    def _note_settled(self) -> None:
+        """Note the segments whose groups are all settled."""
+        if not self._keep:
+            self._settled = deque(sorted(self._with_bodies - set(self._unsettled.values()) - {self._number}))
+
     def _retire(self) -> None:
-        """Remove the bodies of segments whose groups are all settled. The next checkpoint retries failures."""
-        retired = self._with_bodies - set(self._unsettled.values()) - {self._number}
-        for number in sorted(retired) if not self._keep else ():
+        """Remove the bodies of one settled segment. The next checkpoint retries failures."""
+        if self._settled:
+            number = self._settled.popleft()
             try:
                 _remove_bodies(segment_path(self._folder, number), self._disk)
             except OSError as error:

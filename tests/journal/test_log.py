@@ -156,6 +156,7 @@ def test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays(
     log.append(Committed(step=8, prompts=began().prompts))
     log.append(Dropped(lease_id="1.8.0", prompt_index=8, reason="stale", is_final=False))
     log.append(Committed(step=8, prompts=began().prompts))
+    log.close()
     history = read_history(tmp_path / "j")
     kept = set(groups_in(history))
     assert {9, 10, 11} <= kept and len(kept) <= 6, "only whole segments are retired"
@@ -169,7 +170,9 @@ def test_a_checkpoint_settles_the_groups_of_its_own_step(tmp_path: Path):
         log.append(*delivered(*group(number)))
         log.append(BatchIssued(step=number + 1, version=PolicyVersion(1, number), lease_ids=(f"1.{number}.0",)))
     log.append(Committed(step=2, prompts=began().prompts))
-    assert set(groups_in(read_history(tmp_path / "j"))) == {2}
+    for left in ({0, 1, 2}, {1, 2}, {2}, {2}):  # one segment in a tick, because a step may have hundreds
+        assert set(groups_in(read_history(tmp_path / "j"))) == left
+        log.tick()
 
 
 def test_the_segment_that_is_written_keeps_its_bodies(tmp_path: Path):

@@ -166,7 +166,7 @@ snapshot_before_sync 46 journal.log:Journal.sync
     self.is_blocked is None and self._is_dirty -> False
 taken_is_trained 12 journal.history:read_rest
     is_on(path, PolicyVersion(version.lineage, record.step)) -> True
-retired_too_early 9 journal.log:Journal._retire
+retired_too_early 9 journal.log:Journal._note_settled
     self._with_bodies - set(self._unsettled.values()) - {self._number} -> self._with_bodies - {self._number}
 inherited_without_sync 56 journal.log:Journal._begin_segment
     self._disk.sync_file(self._inherited) -> pass

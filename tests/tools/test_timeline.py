@@ -56,6 +56,8 @@ class FakeRun:
         saved = RunState(step=self.step, lineage=self.lineage, prompts={})
         Checkpoints(self.folder, keep=9).begin(saved, lambda folder: lambda: None)()
         self.journal.append(Committed(step=self.step, prompts=began().prompts))
+        while self.journal._settled:
+            self.journal.tick()
         return PolicyVersion(self.lineage, self.step)
 
 
