@@ -1,5 +1,6 @@
 """A teacher behind a URL: it speaks as SGLang or as vLLM, and gives each token a log-prob by the token before it."""
 
+import base64
 import itertools
 import json
 
@@ -28,10 +29,26 @@ def as_sglang(asked: dict) -> dict:
             *([float(LOG_Q[a, b]), b if b < VOCABULARY - 1 else 0, None] for a, b in pairs),
         ]
     }
-    if count:
+    if count and "return_flat_raw_top_logprobs" in asked:
+        meta |= flat([[(LOG_Q[a, b], b) for b in top_of(a, count)] for a, _ in pairs])
+    elif count:
         top = [[[float(LOG_Q[a, b]), b, None] for b in top_of(a, count)] for a, _ in pairs]
         meta["input_top_logprobs"] = [None, *top]
     return {"meta_info": meta}
+
+
+def flat(top: list[list[tuple[float, int]]]) -> dict:
+    """The most likely tokens at each place as SGLang's arrays."""
+    values, ids = np.array(top, np.float64).transpose(2, 0, 1)
+    found = {"val": values.astype("<f4"), "idx": ids.astype("<i4")}
+    return {
+        f"input_top_logprobs_{name}_flat_b64": base64.b64encode(a.tobytes()).decode() for name, a in found.items()
+    } | {"input_top_logprobs_shape": ids.shape}
+
+
+def as_older_sglang(asked: dict) -> dict:
+    asked.pop("return_flat_raw_top_logprobs", None)
+    return as_sglang(asked)
 
 
 def as_vllm(asked: dict) -> dict:
@@ -45,12 +62,16 @@ def as_vllm(asked: dict) -> dict:
 
 class TeacherServer(Server):
     """Args:
-    kind: `sglang` or `vllm`.
+    kind: `sglang`, `older_sglang` or `vllm`.
     path: of the served model.
     context: its longest sequence.
     """
 
     def __init__(self, path, kind: str = "sglang", context: int = 512, port: int = 0) -> None:
-        reply = {"sglang": as_sglang, "vllm": as_vllm}[kind]
+        reply = {"sglang": as_sglang, "older_sglang": as_older_sglang, "vllm": as_vllm}[kind]
         super().__init__(lambda asked: (200, json.dumps(reply(asked))), port)
-        self.card = {"data": [{"id": str(path), "owned_by": kind, "root": str(path), "max_model_len": context}]}
+        self.card = {
+            "data": [
+                {"id": str(path), "owned_by": kind.removeprefix("older_"), "root": str(path), "max_model_len": context}
+            ]
+        }

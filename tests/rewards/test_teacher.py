@@ -22,7 +22,7 @@ from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.rewards.teacher import LONG_PROMPT, TaughtReward, TaughtScore, build_teachers, check_teachers
 from asyncgrpo.types import Completion, Observation, PolicyVersion, Prompt, Score, VersionSpan
 from tests.rewards.stubs import OneByOne
-from tests.rewards.teachers import LOG_Q, VOCABULARY, TeacherServer, top_of
+from tests.rewards.teachers import LOG_Q, VOCABULARY, TeacherServer, flat, top_of
 
 TOP_K = 3
 GROUP = 8
@@ -74,14 +74,14 @@ def scores(config, asked: Prompt, *completions: Completion, texts=None) -> list[
     return asyncio.run(score())
 
 
-@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("kind", ["sglang", "older_sglang", "vllm"])
 @pytest.mark.parametrize("top_k", [0, TOP_K])
 def test_each_sampled_token_has_its_log_prob_and_those_of_the_most_likely_ones(model, kind, top_k):
     tokens, observed = [50, VOCABULARY - 1, 52], [60, 61]
     with TeacherServer(model, kind) as server:
         config = config_of(model, f"{server.url}/v1/", top_k=top_k)
         first, second = scores(config, prompt(), completion(tokens), completion(tokens, observed))
-        assert {*server.paths} == {"/generate" if kind == "sglang" else "/v1/completions"}
+        assert {*server.paths} == {"/v1/completions" if kind == "vllm" else "/generate"}
         assert len(server.requests) == 2, "a short prompt is not sent alone"
     for score, before in ((first, [10, 50, VOCABULARY - 1]), (second, [10, 61, VOCABULARY - 1])):
         assert isinstance(score, TaughtScore) and score.plain == Score(value=1.0, parts={"a": 2.0})
@@ -152,11 +152,10 @@ def test_a_token_outside_the_teachers_vocabulary_is_never_sent(model):
     assert bad.failure == "teacher" and f"token id {VOCABULARY} is not in a vocabulary of {VOCABULARY}" in bad.detail
 
 
-def entries(*tokens, value=-1.0, top=((-1.0, 1, None),) * TOP_K) -> str:
+def entries(*tokens, value=-1.0, top=((-1.0, 1, None),) * TOP_K, arrays=None) -> str:
     found = [[None, 10, None], *([value, token, None] for token in tokens)]
-    return json.dumps(
-        {"meta_info": {"input_token_logprobs": found, "input_top_logprobs": [None] + [top] * len(tokens)}}
-    )
+    tops = {"input_top_logprobs": [None] + [top] * len(tokens)} if arrays is None else flat(arrays)
+    return json.dumps({"meta_info": {"input_token_logprobs": found} | tops})
 
 
 @pytest.mark.parametrize(
@@ -168,6 +167,8 @@ def entries(*tokens, value=-1.0, top=((-1.0, 1, None),) * TOP_K) -> str:
         ((200, entries(50, 51, value=None)), "teacher", "a log-prob is not finite"),
         ((200, entries(50, 51, top=((None, 1, None),) * TOP_K)), "teacher", "a log-prob is not finite"),
         ((200, entries(50, 51, top=((-1.0, 1, None),))), "teacher", "the reply has no log-probs"),
+        ((200, entries(50, 51, arrays=[[(-np.inf, 1)] * TOP_K] * 2)), "teacher", "a log-prob is not finite"),
+        ((200, entries(50, 51, arrays=[[(-1.0, 1)] * TOP_K])), "teacher", "the reply has no log-probs"),
         ("slow", "timeout", "did not reply within 1 s"),
         ("down", "teacher", "HTTP 500"),
     ],
