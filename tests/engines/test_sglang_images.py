@@ -58,6 +58,7 @@ async def test_engine_and_learner_agree_on_prompts_with_images(tmp_path):
 
         async def late(request):
             seen = await made(request)
+            assert all(item.hash is not None for item in seen.mm_items), "the scheduler would hash for each completion"
             waiting.set()
             await go.wait()
             return seen

@@ -300,13 +300,16 @@ class SGLangEngine(Engine[SGLangRequest]):
         pixels = await asyncio.to_thread(self.images.pixels, request.images, f"of request {request.request_id}")
         image = {"format": "processor_output", "pixel_values": pixels.values, "image_grid_thw": pixels.grid}
         without = SimpleNamespace(rid=request.request_id, video_data=None, audio_data=None)
-        return await self._manager.mm_processor.process_mm_data_async(
+        processor = self._manager.mm_processor
+        seen = await processor.process_mm_data_async(
             image_data=[image],
             audio_data=None,
             input_text=list(request.prompt),
             request_obj=without,
             max_req_input_len=self.max_context,
         )
+        await processor.hash_executor.set_pad_values(seen.mm_items)  # once, not for each completion in the scheduler
+        return seen
 
     async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
         async for output in outputs:  # exactly one, because streaming is off
