@@ -168,7 +168,7 @@ class Server:
 
     def _send(self, peer: str, frames: Sequence[Buffer]) -> bool:
         try:
-            self._socket.send_multipart([peer.encode(), *frames])
+            self._socket.send_multipart([peer.encode(), *frames], copy=False)  # a batch; small frames are copied
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
