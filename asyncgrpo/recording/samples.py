@@ -90,12 +90,14 @@ def samples_of(
     prompt, samples = decode(group.prompt.token_ids), []
     if group.prompt.images:  # an image is one of its tokens here
         prompt = re.sub(r"(<\|\w+\|>)\1+", r"\1", prompt)
+    of_group = _of_group(group, prompt)
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         completion = rollout.completion
         text, observed = _text_of(completion, decode)
         samples.append(
             Sample(
-                **_columns(group, prompt, completion.spans, rollout.score),
+                **of_group,
+                **_of_rollout(completion.spans, rollout.score),
                 step=step,
                 lag=lag,
                 completion=text,
@@ -108,20 +110,26 @@ def samples_of(
     return samples
 
 
-def _columns(group: Group | Deliver, prompt: str, spans: Sequence[VersionSpan], score: Score) -> dict[str, Any]:
-    """Return the columns that a trained completion and one of an evaluation have in common."""
+def _of_group(group: Group | Deliver, prompt: str) -> dict[str, Any]:
+    """Return the columns that all completions of a group have in common. An answer may be megabytes of test cases."""
     return {
-        "version_oldest": str(spans[0].version) if spans else "",
-        "version_newest": str(spans[-1].version) if spans else "",
         "group_id": group.group_id,
         "prompt_id": group.prompt.prompt_id,
         "source": group.prompt.source,
         "prompt": prompt,
         "ground_truth": json.dumps(group.prompt.answer, ensure_ascii=False),
+        "images": json.dumps([f"images/{digest}" for digest in group.prompt.images]),
+    }
+
+
+def _of_rollout(spans: Sequence[VersionSpan], score: Score) -> dict[str, Any]:
+    """Return the other columns that a trained completion and one of an evaluation have in common."""
+    return {
+        "version_oldest": str(spans[0].version) if spans else "",
+        "version_newest": str(spans[-1].version) if spans else "",
         "reward": score.value,
         "failure": score.failure,
         "parts": json.dumps(score.parts, ensure_ascii=False),
-        "images": json.dumps([f"images/{digest}" for digest in group.prompt.images]),
     }
 
 
@@ -141,10 +149,11 @@ def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> 
 
 def held_out_samples(group: Deliver, step: int) -> list[Sample]:
     """Return the rows of one held-out prompt, whose completions are text. None of them is trained."""
-    prompt = text_of(group.prompt)
+    of_group = _of_group(group, text_of(group.prompt))
     return [
         Sample(
-            **_columns(group, prompt, rollout.spans, rollout.score),
+            **of_group,
+            **_of_rollout(rollout.spans, rollout.score),
             step=step,
             lag=0,
             completion=rollout.text,
