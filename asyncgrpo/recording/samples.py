@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, reduce
 from itertools import pairwise
@@ -170,6 +170,10 @@ def text_of(prompt: Prompt) -> str:
     return prompt.text or "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt.turns)
 
 
+AT_ONCE = 64
+"""Number of completions that are converted in one call, which keeps other threads of the process waiting."""
+
+
 class SampleWriter:
     """Writes the samples of each step into a folder, and replaces those of an earlier attempt at the same step."""
 
@@ -188,17 +192,19 @@ class SampleWriter:
         self._steps = dict.fromkeys(sorted(files, key=lambda step: (files[step].stat().st_mtime, step)))
         """Steps with a file, in the order of writing."""
 
-    def write(self, step: int, samples: Iterable[Sample]) -> Path:
+    def write(self, step: int, samples: Sequence[Sample]) -> Path:
         """Write the samples of a step (zstd), remove files over the limit, and return the path. Raises OSError."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        table = pa.Table.from_pylist([vars(sample) for sample in samples], schema=schema())
         path = path_of(self.folder, step)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            pq.write_table(table, temporary, compression="zstd")
+            with pq.ParquetWriter(temporary, schema(), compression="zstd") as writer:
+                for at in range(0, len(samples), AT_ONCE):
+                    rows = [vars(sample) for sample in samples[at : at + AT_ONCE]]
+                    writer.write_table(pa.Table.from_pylist(rows, schema=schema()))
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
