@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -89,6 +90,19 @@ def test_a_child_counts_with_its_parent():
             assert child.poll() is None
         child.kill()
     assert host._own_seconds() - before > 0.2, "and after it has ended"
+
+
+def test_descendants_are_the_children_of_all_threads_and_theirs():
+    shell = "sleep 60 & echo started; wait"
+    with ThreadPoolExecutor(1) as thread:
+        child = thread.submit(subprocess.Popen, ["sh", "-c", shell], stdout=subprocess.PIPE).result()
+        assert child.stdout is not None and child.stdout.readline() == b"started\n"
+        found = set(host._descendants(os.getpid()))
+        assert found == {one.pid for one in psutil.Process().children(recursive=True)} and len(found) >= 2
+        for one in psutil.Process(child.pid).children():
+            one.kill()
+        child.communicate()
+    assert set(host._descendants(child.pid)) == set()
 
 
 def test_the_collector_is_off_in_a_block_of_imports_and_afterwards_as_it_was(request):
