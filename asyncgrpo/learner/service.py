@@ -405,25 +405,28 @@ def _untrained(counters: Mapping[str, float]) -> str:
 
 def follow(learner: Learner, team: Team) -> None:
     """Run the commands of rank 0 on another rank until `end`."""
-    while (received := team.receive())[0].what != "end":
-        command, payload = received
-        match command.what:
-            case "step":
-                message, payload = decode([command.header, payload])
-                assert isinstance(message, Batch) and command.version is not None
-                with suppress(TrainingError):  # rank 0 raises the same error and commands what follows
-                    learner.step(unpack_batch(message, payload), command.version)
-            case "snapshot":
-                learner.snapshot.join(command.file, command.slot)
-            case "check":
-                learner.check.score()
-            case "save":
-                learner.begin_save(command.folder)
-            case "export":
-                learner.export(command.folder, learner.config.model.path)
-            case "set_lr":
-                learner.set_lr(command.lr)
-            case "wait":
-                pass
+    while _follow_one(learner, *team.receive()):  # the memory of a batch is free again when the next one arrives
+        pass
     learner.saver.wait()
     learner.snapshot.close()
+
+
+def _follow_one(learner: Learner, command: RankCommand, payload: memoryview) -> bool:
+    """Run one command. Return False if it is `end`."""
+    match command.what:
+        case "step":
+            message, payload = decode([command.header, payload])
+            assert isinstance(message, Batch) and command.version is not None
+            with suppress(TrainingError):  # rank 0 raises the same error and commands what follows
+                learner.step(unpack_batch(message, payload), command.version)
+        case "snapshot":
+            learner.snapshot.join(command.file, command.slot)
+        case "check":
+            learner.check.score()
+        case "save":
+            learner.begin_save(command.folder)
+        case "export":
+            learner.export(command.folder, learner.config.model.path)
+        case "set_lr":
+            learner.set_lr(command.lr)
+    return command.what != "end"
