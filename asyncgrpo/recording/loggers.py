@@ -11,6 +11,7 @@ import math
 import netrc
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,16 @@ def check_loggers(names: Iterable[str]) -> None:
 
 
 class Loggers:
-    """All loggers of `run.loggers` behind one interface."""
+    """All loggers of `run.loggers` behind one interface.
+
+    One thread calls them, because a server that is down keeps MLflow for four minutes.
+    """
 
     def __init__(self, names: Iterable[str], run_dir: Path, run_name: str, config: Nested) -> None:
         """Start each logger. Raises ConfigError for a package that is not installed."""
-        self._loggers = {name: _KINDS[name](run_dir, run_name, config) for name in names}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="loggers")
+        start = self._thread.submit(lambda: {name: _KINDS[name](run_dir, run_name, config) for name in names})
+        self._loggers = start.result()
 
     def log(self, step: int, values: Nested) -> None:
         """Send the finite numbers of `values` to each logger, nested keys joined with `/`.
@@ -122,6 +128,14 @@ class Loggers:
         A logger that fails is dropped with a warning; the run continues.
         """
         scalars = scalars_of({key: value for key, value in values.items() if key not in ("step", "time")})
+        self._thread.submit(self._log, step, scalars)
+
+    def close(self) -> None:
+        """Flush and close each logger, once what was logged is sent."""
+        self._thread.submit(self._close)
+        self._thread.shutdown()
+
+    def _log(self, step: int, scalars: dict[str, float]) -> None:
         for name, (log_step, _) in list(self._loggers.items()):
             try:
                 log_step(step, scalars)
@@ -129,8 +143,7 @@ class Loggers:
                 log.warning("logger %s failed at step %d and is disabled", name, step, exc_info=True)
                 del self._loggers[name]
 
-    def close(self) -> None:
-        """Flush and close each logger. A second call does nothing."""
+    def _close(self) -> None:
         while self._loggers:
             name, (_, close) = self._loggers.popitem()
             try:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -76,6 +77,18 @@ def test_a_logger_that_fails_is_switched_off_and_the_others_go_on(fake, tmp_path
     wandb.log.side_effect = ZeroDivisionError
     loggers.log(1, STEP)
     loggers.log(2, STEP)
+    loggers.close()
     assert trackio.log.call_count == 2
     assert caplog.text.count("logger wandb failed") == 1
+
+
+def test_a_server_that_is_down_keeps_nothing_waiting_but_the_end(fake, tmp_path):
+    mlflow, answers = fake("mlflow"), threading.Event()
+    loggers = Loggers(["mlflow"], tmp_path, "demo", {})
+    mlflow.log_metrics.side_effect = lambda *_, **fields: answers.wait(60)
+    for step in range(3):
+        loggers.log(step, STEP)
+    answers.set()
     loggers.close()
+    assert [one.kwargs["step"] for one in mlflow.log_metrics.call_args_list] == [0, 1, 2]
+    assert mlflow.end_run.called
