@@ -24,8 +24,10 @@ from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode, encode
 
-MOST_TO_A_SERVER, MOST_TO_A_CLIENT = 2**30, 2**36
+MOST_TO_A_SERVER, MOST_TO_A_CLIENT = 2**30, 2**32
 """Largest frame, bytes. A client receives batches."""
+PART_BYTES, COUNT_BYTES = 2**24, 4
+"""Largest frame of a server's payload, and length of the frame before a message that gives their number, if it is above 1."""
 LINGER_MS = 2_000
 SEND_TIMEOUT_MS = 5_000
 """Timeout of a send without a connection, as after a refused handshake. With a connection, sends do not block."""
@@ -149,7 +151,7 @@ class Server:
 
     def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:
         """Queue a message for `peer`. Return False if it is not connected."""
-        frames = encode(message, payload)
+        frames = _in_parts(*encode(message, payload))
         if self._held is not None:
             self._held.setdefault(peer, []).extend(frames)
             return True
@@ -184,6 +186,15 @@ class Server:
         self._context.term()
 
 
+def _in_parts(head: Buffer, payload: Buffer) -> list[Buffer]:
+    """Return the frames of a message. ZeroMQ encrypts, sends and decrypts the parts of a long payload at the same time."""
+    if len(payload) <= PART_BYTES:
+        return [head, payload]
+    view = memoryview(payload)
+    parts = [view[at : at + PART_BYTES] for at in range(0, len(view), PART_BYTES)]
+    return [len(parts).to_bytes(COUNT_BYTES, "big"), head, *parts]
+
+
 class _Dealer:
     """A DEALER: the client end of a connection."""
 
@@ -198,13 +209,16 @@ class _Dealer:
             self._socket.curve_publickey = keys.client_public
             self._socket.curve_secretkey = keys.client_secret
         self._socket.connect(endpoint)
-        self._frames: deque[Buffer] = deque()  # received, two for each message
+        self._frames: deque[Buffer] = deque()  # received, those of a message as `_in_parts`
         self.endpoint = endpoint
         _open.add(self)
 
     def _next(self) -> tuple[Message, memoryview]:
         """Decode and remove the first received message. Raises WireError if it is malformed."""
-        return decode([self._frames.popleft() for _ in range(min(2, len(self._frames)))])
+        is_long = len(self._frames[0]) == COUNT_BYTES
+        count = int.from_bytes(self._frames.popleft(), "big") if is_long else 1
+        head, *parts = [self._frames.popleft() for _ in range(min(1 + count, len(self._frames)))] or [b""]
+        return decode([head, memoryview(bytearray().join(parts))] if is_long else [head, *parts])
 
     def _refused(self) -> WireError:
         return WireError(f"{self.endpoint} is not connected: it refused the keys of this process")

@@ -78,6 +78,25 @@ def test_a_client_takes_longer_messages_than_a_server(monkeypatch, opened):
     assert server.receive(0.5) is None
 
 
+@pytest.mark.parametrize("size", [10, 11, 20, 95])
+def test_the_parts_of_a_long_payload_are_one_again(monkeypatch, opened, size):
+    monkeypatch.setattr(sockets, "PART_BYTES", 10)
+    keys = Keys.make()
+    server, (message, _) = opened(Server("127.0.0.1", keys)), pack_group(make_group())
+    client = opened(Client(server.endpoint, "a", keys))
+    client.send(REGISTER)
+    assert server.receive(5.0) is not None
+    payload = bytes(range(size))
+    with server.together():
+        for sent in ((Shutdown(),), (message, payload), (Reregister(),)):
+            assert server.send("a", *sent)
+    assert [client.receive(5.0) for _ in range(3)] == [(Shutdown(), b""), (message, payload), (Reregister(), b"")]
+    *others, _ = sockets._in_parts(*encode(message, payload))
+    server._socket.send_multipart([b"a", *others])
+    with pytest.raises(WireError):
+        client.receive(5.0)
+
+
 def test_a_broken_message_does_not_hide_those_beside_it(server, opened):
     client = opened(Client(server.endpoint, "g"))
     client.send(REGISTER)
