@@ -34,7 +34,7 @@ class Advice(Struct, frozen=True, kw_only=True):
 
     bottleneck: Bottleneck
     sentence: str
-    """The recommendation and its gain: "3 generators would make steps 18 % shorter; more would gain nothing"."""
+    """The recommendation and its gain: "3 generators would make steps 18 % shorter; more would gain little"."""
     evidence: str
     """The measurements behind it."""
     gain: float = 0.0
@@ -47,8 +47,6 @@ class Advice(Struct, frozen=True, kw_only=True):
 
 WORTH = 0.1
 """Smallest gain that is worth a change."""
-SAME = 0.02
-"""Difference in gain within which a setting counts as good as the best one."""
 ALMOST_ALL = limit_of("NoSignal")
 """Share of groups without signal above which the data is at fault: filtering would take twenty groups per trained one."""
 PUBLISHES = 0.2
@@ -81,7 +79,12 @@ def advise(
     of_pace = _of_the_pace(pace, config, gpus, is_far)
     if found := tuple(one for one in (_signal(pace, config), *of_pace) if one is not None):
         return found
-    sentence = "nothing to change: more groups are about to begin" if pace.lacks_groups else "balanced: nothing to gain"
+    sentence = "balanced: nothing to gain"
+    if pace.lacks_groups:
+        soon = "more groups are about to begin"
+        sentence = (
+            f"nothing to change: {soon if pace.limit == 'none' else 'no single change makes steps a tenth shorter'}"
+        )
     return (Advice(bottleneck="none", sentence=sentence, evidence=_waiting(pace)),)
 
 
@@ -91,7 +94,7 @@ def _of_the_pace(pace: Pace, config: Config, gpus: int | None, is_far: bool) -> 
         return (_weights(pace, config, publishing),)
     match pace.limit:
         case "reward":
-            return (_reward(pace, config),)
+            return (_reward(pace, config) or _more_generators(pace, config, gpus),)
         case "bound" | "lengths":
             return (_bound(pace, config, is_far),)
         case "generators":
@@ -163,7 +166,7 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> Advice | N
         sentence += f", {wanted} generators {_percent(best)}" if wanted > there + 1 else ""
         return Advice(
             bottleneck="generators",
-            sentence=f"{sentence}; more would gain nothing",
+            sentence=f"{sentence}; more would gain little",
             evidence=_waiting(pace) + (f"; {why} {target}" if target < wanted else ""),
             gain=gain,
             command=f"scale generators {target}",
@@ -180,9 +183,9 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> Advice | N
 
 
 def _smallest(pace: Pace, steps: Mapping[int, float]) -> tuple[int, float]:
-    """Return the first key whose gain is within `SAME` of the largest, and its gain."""
-    gains = {key: pace.gain(step_s) for key, step_s in steps.items()}
-    return next((key, gain) for key, gain in gains.items() if gain >= max(gains.values()) - SAME)
+    """Return the first key from which no other gains `WORTH`, and its gain."""
+    least_s = min(steps.values())
+    return next((key, pace.gain(step_s)) for key, step_s in steps.items() if (1 - WORTH) * step_s <= least_s)
 
 
 def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> Advice | None:
@@ -273,7 +276,7 @@ def _bound(pace: Pace, config: Config, is_far: bool) -> Advice | None:
     wanted, gain = _smallest(pace, {lag: pace.predict(max_lag=lag)[0] for lag in allowed})
     if gain < WORTH:
         return None
-    why = "the slots are full while places are free"
+    why = "the bound holds groups back while places are free"
     if pace.limit == "lengths":
         why = "a few long completions hold up groups that are ready"
     change = f"buffer.max_lag={wanted} would make steps {_percent(gain)} shorter"

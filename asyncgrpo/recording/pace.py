@@ -5,7 +5,7 @@ The step time is the largest of five terms:
 
     T_learn(r)       = T - waiting - training + training · ranks / r
     T_generate(n')   = saturation · T · n / n'        saturation: share of the generators' places that hold a group
-    T_bound(n', L')  = T · max(in flight / room, oldest / (L + 1)) · (L + 1) / (L' + 1)
+    T_bound(n', L')  = T · max(in flight / room, (oldest - 1/2) / (L + 1)) · (L + 1) / (L' + 1)
                        to the power TAIL if stragglers hold up the other groups
     T_reward(n', s)  = T · (1 - scoring + scoring · s) · n / n'
     T_cores          = T · work                       work: share of their machine's core-seconds that the run's processes used
@@ -102,6 +102,8 @@ class Pace:
     in_flight: float
     slots: float
     under_way: float
+    wanted: float
+    """Groups that admission wanted under way."""
     ready: float
     """Mean number of ready groups, by Little's law."""
     max_lag: int
@@ -166,6 +168,11 @@ class Pace:
         return self.under_way >= 0.9 * self.slots
 
     @property
+    def wants_all_slots(self) -> bool:
+        """True if admission holds no group back that the bound allows."""
+        return self.wanted >= 0.9 * self.slots
+
+    @property
     def limit(self) -> Limit:
         """The term that limits the run, by its measurements."""
         if not self.lacks_groups:
@@ -174,7 +181,10 @@ class Pace:
             return "reward"
         if (self.must_wait and self.saturation < PACKED) or (self.has_full_slots and self.saturation < FULL):
             return "lengths" if self.is_held_up else "bound"
-        return "generators" if self.saturation >= HALF else "none"
+        if self.saturation >= HALF:
+            return "generators"
+        # At the bound a generator may begin fewer groups until it serves the newest version, so slots stay free.
+        return "bound" if self.wants_all_slots and self.at_bound > 0.25 else "none"
 
     @property
     def work(self) -> float:
@@ -246,9 +256,9 @@ class Pace:
     @property
     def _room_taken(self) -> float:
         """Share of T that the bound imposes for any number of generators: the slots of a batch in training are not free,
-        and a group that now takes `oldest` steps may take L + 1 shorter ones."""
+        and a group of lag k, which now takes k - 1 to k steps, may take L + 1 shorter ones."""
         room = max(1.0, self.groups, self.slots - self.groups)
-        return min(1.0, max(self.in_flight / room, self.oldest / (self.max_lag + 1)))
+        return min(1.0, max(self.in_flight / room, (self.oldest - 0.5) / (self.max_lag + 1)))
 
     def gain(self, step_s: float) -> float:
         """Return the share by which a step of `step_s` is shorter than now, 0 to 1."""
@@ -320,6 +330,7 @@ def pace_of(events: Iterable[Event], config: Config) -> Pace | None:
         in_flight=generators["in_flight"] / count,
         slots=sum(step["slots"] for step in steps) / count,
         under_way=sum(step["under_way"] for step in steps) / count,
+        wanted=sum(step.get("wanted") or 0 for step in steps) / count,
         ready=ready_s / total_s,
         max_lag=steps[-1]["max_lag"],
         oldest=fmean(max(lags, default=0) for lags in lags_of),

@@ -55,6 +55,8 @@ def first(events: list[Event], config: schema.Config = BASE, now: float | None =
 
 
 STARVED = {"wait": 0.38, "full": 1.0}
+ONE_PLACE = {"wait": 0.9, "full": 1.0, "there": 1, "places": 1}
+"""A group takes an eighth of a step. Its lag is 1, because the batch takes a step to fill."""
 MANY = {"wait": 0.02, "full": 0.2, "there": 4}
 SLOW_LEARNER = {"wait": 0.01, "full": 0.8, "there": 1}
 OFTEN = {"checkpoint": 6.0, "forward_backward": 2.9}
@@ -62,6 +64,8 @@ SCORING = {"sampling": 100.0, "scoring": 900.0, "generate": 20.0, "reward": 0.0}
 """The engine always samples some group, so a share of wall time would not show a slow reward."""
 SLOW_REWARD = {"wait": 0.8, "full": 0.2, "generators": SCORING}
 TIGHT = {"wait": 0.6, "full": 0.4, "max_lag": 1, "slots": 16, "under_way": 16, "ready_seconds": 0.5}
+BEHIND = TIGHT | {"full": 0.2, "under_way": 12, "wanted": 16}
+"""Slots are free, but not for generators that load the newest weights."""
 LONG = {"wait": 0.5, "full": 0.4, "slots": 40, "under_way": 30, "ready_seconds": 25.0, "lags": {"1": 6, "4": 2}}
 QUICK = {"wait_data": 0.04, "forward_backward": 0.2, "optimizer": 0.0, "publish": 0.01}
 READY = {"under_way": 60, "slots": 144, "max_lag": 2, "lags": {"0": 30, "1": 18}, "ready_seconds": 0.3, "there": 1}
@@ -87,9 +91,11 @@ CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name
 @pytest.mark.parametrize(
     ("how", "sections", "bottleneck", "command", "gain", "words"),
     [
-        (STARVED, {}, "generators", "scale generators 4", 0.38, "33 % shorter, 4 generators 38 %; more would"),
+        (STARVED, {}, "generators", "scale generators 3", 1 / 3, "33 % shorter; more would gain little"),
+        (STARVED | {"wait": 0.5}, {}, "generators", "scale generators 4", 0.5, "33 % shorter, 4 generators 50 %; more"),
+        (ONE_PLACE, {}, "generators", "scale generators 9", 8 / 9, "2 generators would make steps 50 % shorter, 9"),
         (STARVED, at_most(3), "generators", "scale generators 3", 1 / 3, "3 generators would"),
-        (STARVED, at_most(2), "generators", "", 0, "38 % shorter, but generators.max=2 allows no more"),
+        (STARVED, at_most(2), "generators", "", 0, "33 % shorter, but generators.max=2 allows no more"),
         (STARVED | {"there": 64, "slots": 999}, {}, "generators", "", 0, "but generators.max=64 allows no more"),
         (MANY, {}, "generators", "scale generators 2", 0, "2 of 4 generators would do: steps would be no longer"),
         (MANY, {"generators": schema.GeneratorConfig(min=3)}, "generators", "scale generators 3", 0, "3 of 4"),
@@ -99,11 +105,14 @@ CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name
         (SLOW_REWARD, {}, "reward", "", 0.79, "reward.workers=8 would make steps 79 % shorter"),
         (SLOW_REWARD | {"full": 1.0}, PARALLEL, "generators", None, None, ""),  # none waits for its turn
         (SLOW_REWARD | {"full": 0.12, "under_way": 40}, PARALLEL, "bound", None, None, ""),
+        (SLOW_REWARD | {"full": 0.95}, {}, "generators", None, None, ""),  # places and workers are full
         (SLOW_REWARD, SANDBOX, "reward", "", None, "reward.code.max_concurrent=16"),
         (SLOW_REWARD, JUDGE, "reward", "", None, "reward.judge.max_concurrent=16"),
         (SLOW_REWARD, OWN, "reward", "", 0.79, "environment.processes=8"),
         (SLOW_REWARD, CALCULATOR, "none", "", None, ""),  # an environment of ours has no setting for it
         (TIGHT, {}, "bound", "set buffer.max_lag=4", 0.6, "buffer.max_lag=4 would make steps 60 % shorter"),
+        (BEHIND, {}, "bound", "set buffer.max_lag=4", 0.6, "the bound holds groups back while places are free"),
+        (TIGHT | {"full": 0.9}, {}, "none", "", 0, "no single change makes steps a tenth shorter"),
         (LONG, {}, "lengths", "set buffer.max_lag=16", 0.5, "buffer.max_lag=16 would make steps 50 % shorter"),
         (LONG, AUTO, "lengths", "", None, "buffer.max_lag=auto holds the bound at 4"),
         (WAITS, {}, "none", "", 0, "more groups are about to begin"),
@@ -242,7 +251,7 @@ def test_a_step_is_no_shorter_than_the_work_of_the_cores():
         return run(wait=0.8, full=0.2, generators=told, cores=seconds | {"cpu": 0.0})
 
     assert first(of_cores(1.9, 0.1)).sentence.startswith("no core is free for another reward worker")
-    half = "the reward sets the pace: reward.workers=4 would make steps 50 % shorter"
+    half = "the reward sets the pace: reward.workers=2 would make steps 45 % shorter"
     assert first(of_cores(1.0, 1.0)).sentence == half
     assert first(of_cores(1.0, 0.1)).sentence == half, "others keep the cores busy, and may have less of them"
 
