@@ -446,24 +446,30 @@ class BufferService:
         is_open = {version: owner.may_lease(version) for version in {session.version for session in able.values()}}
         able = {name: session for name, session in able.items() if is_open[session.version]}
         share, fastest_s = self._share(now_s), self._speeds.fastest_s
-        room = {name: min(session.window, share) for name, session in able.items()}
-        held = {name: count for name in able if (count := owner.sampled_by(name)) < room[name]}
+        sampled = {name: owner.sampled_by(name) for name in able}
+        held = {name: owner.held_by(name) for name in able}
 
-        def pace(name: str) -> float:
-            return self._speeds.seconds_per_token(name, (held[name] + 1) / able[name].window, fastest_s)
+        def has_room(name: str) -> bool:
+            return sampled[name] < able[name].window and held[name] < share
 
-        queue = [(pace(name), name) for name in held]
+        def order(name: str) -> tuple[float, int, str]:
+            load = (sampled[name] + 1) / able[name].window
+            # Of generators that are as fast, one with many groups that await scores is the last.
+            return self._speeds.seconds_per_token(name, load, fastest_s), held[name], name
+
+        queue = [order(name) for name in able if has_room(name)]
         heapq.heapify(queue)
         while queue and owner.may_lease():
-            _, name = queue[0]
+            *_, name = queue[0]
             lease = owner.lease(name, now_s, able[name].version)
             if lease is not None:
                 self._server.send(able[name].peer, Grant(lease=lease))
+                sampled[name] += 1
                 held[name] += 1
-            if lease is None or held[name] == room[name]:  # no lease for it, or it is full
+            if lease is None or not has_room(name):
                 heapq.heappop(queue)
             else:
-                heapq.heapreplace(queue, (pace(name), name))
+                heapq.heapreplace(queue, order(name))
 
     def _eligible(self, current: PolicyVersion, now_s: float) -> dict[str, Session]:
         """Return the generators that may get a lease: live ones at the newest served version, or nearly at it."""
@@ -490,7 +496,7 @@ class BufferService:
         return self._caught_up_s - session.heard_s <= liveness.QUIET_S and session.peer not in self._steer.leaving
 
     def _share(self, now_s: float) -> float:
-        """Return the most leases that a generator may sample for, whatever its window."""
+        """Return the most leases that a generator may hold, whatever its window."""
         if now_s - self._served_s > EVENLY_S:
             return math.inf
         num_live = sum(self._is_live(session) for session in self._sessions.values())

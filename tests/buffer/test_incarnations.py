@@ -1,5 +1,6 @@
 """The buffer's process keeps its promises about leases and words, whoever is late, lost, slow or there twice."""
 
+import msgspec
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer
@@ -14,11 +15,13 @@ from asyncgrpo.wire.rollouts import (
     Cancel,
     Grant,
     LastEvals,
+    LeaseFailed,
     Nack,
     Register,
     RequestEval,
     Reregister,
     Serving,
+    Take,
     Trained,
     Waiting,
 )
@@ -202,6 +205,7 @@ def test_a_group_that_only_awaits_its_scores_takes_a_slot_and_no_place():
         served.hear(name, Register(generator_id=name, incarnation="0", window=1))
     served.hear("g", serving(0))
     assert served.hear("learner", Trained(version=v(0))) == [("g", "Grant")]
+    served.now_s += 1.0
     lease_id = served.oldest_lease().lease_id
     assert served.hear("other", AwaitsScores(generator_id="other", lease_id=lease_id)) == [], "it is not its own"
     assert served.hear("g", AwaitsScores(generator_id="g", lease_id=lease_id)) == [("g", "Grant")]
@@ -212,3 +216,32 @@ def test_a_group_that_only_awaits_its_scores_takes_a_slot_and_no_place():
     assert served.hear("g", AwaitsScores(generator_id="g", lease_id="1.3.0")) == [], "all four slots are full"
     assert served.hear("g", deliver(served.oldest_lease(), 0), PAYLOAD) == [("g", "Ack")]
     assert (served.buffer.held_by("g"), served.buffer.sampled_by("g")) == (3, 0)
+
+
+def test_of_generators_that_sample_as_little_the_one_with_fewer_groups_to_score_gets_a_lease():
+    served = Served(per_step=2, max_lag=1)
+    served.join("a")
+    served.join("b")
+    served.hear("learner", Trained(version=v(0)))
+    leases = {name: [e.lease for e in served.buffer._entries.values() if e.holder == name] for name in "ab"}
+    for name in "ab":
+        for lease in leases[name]:
+            assert served.hear(name, AwaitsScores(generator_id=name, lease_id=lease.lease_id)) == []
+    failed = LeaseFailed(generator_id="b", lease_id=leases["b"][0].lease_id, reason="failed")
+    assert served.hear("b", failed) == [("b", "Grant")]
+
+
+def test_what_awaits_its_scores_counts_for_the_share_of_a_version_s_first_half_second():
+    served = Served(per_step=2, max_lag=1)
+    served.join("a")
+    served.join("b")
+    served.hear("learner", Trained(version=v(0)))
+    for entry in list(served.buffer._entries.values()):
+        if entry.holder == "a":
+            served.hear("a", AwaitsScores(generator_id="a", lease_id=entry.lease.lease_id))
+        else:
+            served.hear("b", msgspec.structs.replace(deliver(entry.lease, 0), generator_id="b"), PAYLOAD)
+    served.hear("learner", Take(version=v(0)))
+    served.hear("learner", Trained(version=v(1)))
+    assert served.hear("a", Serving(generator_id="a", version=v(1))) == [], "it holds half of the four slots"
+    assert served.hear("b", Serving(generator_id="b", version=v(1))) == [("b", "Grant")] * 2
