@@ -18,7 +18,10 @@ the learner's time and s_g of an engine's; the time in which the weights travel 
 The second term of S_n is the tail. A group takes its slot when the step n − 1 − max_lag has ended, and is trained by step n, so
 max_lag + 1 steps last at least as long as the longest completion of each batch among them. Such stretches overlap, and a batch
 that waited for one completion finds the next ones ready. So T has no closed form: the recursion runs with lengths that are drawn.
-At max_lag 0 nothing overlaps: T = a E[longest of B G] + c B' G L / E + r + T_l, the integral of τ over those that are left.
+At max_lag 0 nothing overlaps: T = T_l + s_g + max(a E[longest of B G] + c B' G L / E + r, those of a place in turn). The sum is
+the integral of τ over those that are left. In turn are the groups of a full engine, and what replaces one without signal.
+An engine samples for a E[longest of B' G / E] + c B' G L / E of a step, as its groups begin together, and at least for
+B' G L / (E μ(b)).
 
 The mean lag counts publications from a group's lease to its step. By Little's law it is
 
@@ -296,7 +299,7 @@ class Prediction:
     running: float
     """b, while any run."""
     bottleneck: str
-    """`generators`, `learner` or `longest completions`."""
+    """`generators`, `rewards`, `learner` or `longest completions`."""
 
 
 def predict(profile: Profile, split: Split) -> Prediction:
@@ -319,10 +322,14 @@ def generate_seconds(profile: Profile, generators: int, in_flight: float) -> tup
     linear = longest * decode.base_s + min(profile.reward_s, SCORED_AT_ONCE_S) - held * mean * decode.each_s
     running = _root(square, linear, -constant) if constant else held * mean / longest
     running = min(running, profile.kv_completions or math.inf)
-    groups_per_s = generators * decode.rate(running) / (size * mean)
-    if profile.reward_s:
-        groups_per_s = min(groups_per_s, generators * profile.config.reward.at_once / (profile.reward_s * size))
-    return _useful(profile) / groups_per_s + profile.pause_s, running
+    sampled_s = _useful(profile) * size * mean / generators / decode.rate(running)
+    return max(sampled_s, _score_seconds(profile, generators)) + profile.pause_s, running
+
+
+def _score_seconds(profile: Profile, generators: int) -> float:
+    """Return the seconds in which the reward workers score the completions of a step."""
+    completions = _useful(profile) * profile.group_size
+    return completions * profile.reward_s / (generators * profile.config.reward.at_once)
 
 
 def _root(square: float, linear: float, constant: float) -> float:
@@ -346,15 +353,28 @@ def _running_at(profile: Profile, generators: int, step_s: float) -> float:
 
 def _synchronous(profile: Profile, split: Split) -> Prediction:
     """Generate, then train, then publish."""
-    lengths, decode, size = profile.lengths, profile.decode, profile.group_size
-    each = _useful(profile) * size / split.generators
-    most = min(each, split.groups_in_flight * size, profile.kv_completions or math.inf)
-    longest_s = decode.base_s * lengths.longest_of(profile.prompts_per_step, size)
-    waves_s = each * lengths.mean / decode.rate(most) if most < each else 0.0  # those that do not fit at once follow
-    generate_s = max(longest_s + decode.each_s * each * lengths.mean, waves_s) + profile.reward_s
+    lengths, size = profile.lengths, profile.group_size
+    in_flight = min(profile.prompts_per_step, split.generators * split.groups_in_flight)
+    waves_s, most = generate_seconds(profile, split.generators, in_flight)
+    last_s = profile.decode.base_s * (lengths.longest_of(in_flight, size) - lengths.longest_of(1, size))
+    tokens = _useful(profile) * size * lengths.mean / split.generators
+    in_turn_s = _longest_in_turn(profile) + profile.decode.each_s * tokens + profile.pause_s
+    generate_s = max(waves_s + last_s + profile.reward_s, in_turn_s)
     learn_s = learner_seconds(profile, split.ranks)
-    running = each * lengths.mean * decode.at(most / 2) / generate_s
-    return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, "longest completions")
+    running = tokens * profile.decode.at(most / 2) / generate_s
+    return _prediction(profile, split, generate_s + learn_s, learn_s, running, most, 0.0, "longest completions")
+
+
+def _longest_in_turn(profile: Profile) -> float:
+    """Return the mean seconds, at no load, until all prompts of a step have a group with signal, one after the other."""
+    rng, prompts = np.random.default_rng(0), profile.prompts_per_step
+    longest = _longest_of_groups(profile.lengths, profile.group_size)
+    tries = rng.geometric(1 - profile.filtered, (max(PATHS, DRAWN // prompts), prompts))
+    seconds = np.zeros(tries.shape)
+    for turn in range(tries.max()):
+        drawn_s = profile.decode.base_s * rng.choice(longest, tries.shape) + profile.reward_s
+        seconds += np.where(tries > turn, drawn_s, 0.0)
+    return float(seconds.max(axis=1).mean())
 
 
 def _asynchronous(profile: Profile, split: Split) -> Prediction:
@@ -372,14 +392,19 @@ def _asynchronous(profile: Profile, split: Split) -> Prediction:
         step_s += 0.7 * (_mean_step(max(trained_s, generate_s), tail_s, bound) - step_s)
     if step_s <= (1 + NEARLY) * trained_s:
         bottleneck = "learner"
+    elif generate_s < _mean_step(trained_s, tail_s, bound):
+        bottleneck = "longest completions"
     else:
-        bottleneck = "generators" if generate_s >= _mean_step(trained_s, tail_s, bound) else "longest completions"
+        is_scored = generate_s <= _score_seconds(profile, engines) + profile.pause_s
+        bottleneck = "rewards" if is_scored else "generators"
     lag, starves = in_flight / _useful(profile) + learn_s / step_s, learn_s < (1 - JustInTime.STARVES) * step_s
     if starves and bottleneck == "longest completions":
         lag = split.max_lag
+    elif starves and bottleneck == "rewards":  # groups that await scores hold all slots, and no places
+        lag = slots / _useful(profile) + learn_s / step_s
     elif learn_s >= generate_s and not starves:
         lag = min(lag, _just_in_time_lag(profile, running, step_s))
-    return _prediction(profile, split, step_s, learn_s, running, min(lag, split.max_lag), bottleneck)
+    return _prediction(profile, split, step_s, learn_s, running, most, min(lag, split.max_lag), bottleneck)
 
 
 @cache
@@ -412,11 +437,27 @@ def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> float:
     return 1 + sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
 
 
+def _sampling_seconds(profile: Profile, engines: int, most: float) -> float:
+    """Return the seconds of a step in which an engine samples, at most `most` completions at once. Groups begin together."""
+    groups, size = _useful(profile) / engines, profile.group_size
+    tokens = groups * size * profile.lengths.mean
+    longest_s = profile.decode.base_s * profile.lengths.longest_of(max(1, round(groups)), size)
+    together_s = min(1.0, groups) * longest_s + profile.decode.each_s * tokens
+    return max(together_s, tokens / profile.decode.rate(max(most, 1.0)))
+
+
 def _prediction(
-    profile: Profile, split: Split, step_s: float, learn_s: float, running: float, lag_mean: float, bottleneck: str
+    profile: Profile,
+    split: Split,
+    step_s: float,
+    learn_s: float,
+    running: float,
+    most: float,
+    lag_mean: float,
+    bottleneck: str,
 ) -> Prediction:
     tokens = profile.prompts_per_step * profile.group_size * profile.lengths.mean
-    sampled_s = tokens / (1 - profile.filtered) / split.generators / profile.decode.rate(max(running, 1.0))
+    sampled_s = _sampling_seconds(profile, split.generators, most)
     return Prediction(
         step_s=step_s,
         lag_mean=lag_mean,

@@ -95,6 +95,12 @@ class Scheduled:
         return fmean(self._lags[self._start :])
 
     @property
+    def generator_idle(self) -> float:
+        """Share of time in which an engine samples nothing, the start included."""
+        sampled_s = fmean(generator._activities.seconds().generate for generator in self._generators)
+        return 1 - sampled_s / self._loop.time()
+
+    @property
     def lengths(self) -> Lengths:
         """Lengths of the completions that were trained."""
         groups = [[len(r.completion.token_ids) for r in group.rollouts] for batch in self._groups for group in batch]

@@ -144,6 +144,9 @@ def test_a_slow_reward_gives_its_places_back():
     assert seconds == pytest.approx(8 * (sampled_s + SCORED_AT_ONCE_S) / 8 + 0.2), "Little's law"
     seconds, _ = generate_seconds(profile(reward_s=1.0), generators=2, in_flight=8)
     assert seconds == pytest.approx(32 / 2 + 0.2), "few workers set the pace"
+    found = predict(profile(reward_s=1.0), Split(2, 2, 4, 8))
+    assert (found.bottleneck, found.lag_mean) == ("rewards", 8.0), "groups that await scores hold all slots"
+    assert predict(profile(reward_s=1.0), Split(2, 2, 4, 0)).step_s > 32 / 2
 
 
 def test_filtered_groups_are_generated_too_and_the_cache_limits_what_runs():
@@ -155,7 +158,7 @@ def test_filtered_groups_are_generated_too_and_the_cache_limits_what_runs():
 
 def test_without_lag_nothing_overlaps():
     found = predict(profile(), Split(2, 2, 4, 0))
-    assert found.step_s == pytest.approx(100 * 0.02 + 0.001 * 16 * 100 + learner_seconds(profile(), 2))
+    assert found.step_s == pytest.approx(100 * 0.02 + 0.001 * 16 * 100 + 0.2 + learner_seconds(profile(), 2))
     assert (found.lag_mean, found.bottleneck) == (0.0, "longest completions")
 
 
@@ -177,6 +180,9 @@ def test_an_engine_is_filled_to_its_knee_where_the_knee_was_measured():
         (Split(2, 2, 4, 4), 0.2, 0.5, 0.5, 0.1),  # and half of the groups have no signal
         (Split(3, 2, 6, 1), 0.2, 0.5, 0.0, 0.1),  # the bound decides
         (Split(2, 2, 4, 0), 1.0, 0.5, 0.0, 0.1),  # nothing overlaps
+        (Split(2, 2, 2, 0), 1.0, 0.5, 0.0, 0.1),  # and half of the groups wait for a place
+        (Split(2, 2, 4, 0), 0.2, 0.5, 0.5, 0.1),  # or for one that has no signal
+        (Split(4, 2, 8, 4), 6.0, 0.5, 0.0, 0.1),  # the learner decides
         (Split(4, 2, 8, 8), 3.0, 1.0, 0.0, 0.12),  # all three decide, with a long tail
     ],
 )
@@ -186,3 +192,4 @@ def test_formulas_agree_with_the_product_on_the_virtual_clock(split, base_s, sig
     formula = predict(msgspec.structs.replace(task, lengths=product.lengths), split)
     assert formula.step_s == pytest.approx(product.step_s, rel=within)
     assert formula.lag_mean == pytest.approx(product.lag_mean, rel=0.25, abs=0.05)
+    assert filtered or formula.generator_idle == pytest.approx(product.generator_idle, abs=0.3)
