@@ -155,6 +155,7 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> Advice | N
         f"generators.max={config.generators.most} allows": config.generators.most - there,
         "the free GPUs allow": free_gpus(config, gpus) // max(1, config.generators.gpus_each),
         "the free cores allow": pace.more_generators,
+        "cluster.share_gpu allows": 0 if config.cluster.share_gpu else UNLIMITED,
     }
     why = min(limits, key=lambda reason: limits[reason])
     steps = {count: pace.predict(generators=count)[0] for count in range(there + 1, 4 * there + MOST_GENERATORS + 1)}
@@ -232,17 +233,21 @@ def splits(pace: Pace, config: Config, gpus: int | None = None, max_lag: int | N
     """Return the feasible splits, the shortest step first, then the fewest processes.
 
     On GPUs a split uses all of them: those of the run, or `gpus` without those of its teachers. On CPUs a new process needs
-    a free core, and the number of each kind at most doubles.
+    a free core, and the number of each kind at most doubles. Ranks are a multiple of what `learner.parallel` needs. One GPU
+    that both sides share has one split.
 
     Args:
         max_lag: the bound; None: unchanged.
     """
-    each = config.generators.gpus_each
-    if each:
-        total = gpus - config.teacher_gpus if gpus else pace.generators * each + pace.ranks
-        pairs = [(count, total - count * each) for count in range(1, (total - 1) // each + 1)]
+    each, multiple, is_shared = config.generators.gpus_each, config.learner.parallel.multiple, config.cluster.share_gpu
+    total = gpus - config.teacher_gpus if gpus else pace.generators * each + pace.ranks
+    if is_shared and (total <= each or not gpus):
+        pairs = [(pace.generators, pace.ranks)]
+    elif each:
+        left = [(count, total - count * each) for count in range(1, (total - 1) // each + 1)]
+        pairs = [(count, ranks - ranks % multiple) for count, ranks in left if ranks >= multiple]
     else:
-        both = itertools.product(range(1, 2 * pace.generators + 1), range(1, 2 * pace.ranks + 1))
+        both = itertools.product(range(1, 2 * pace.generators + 1), range(multiple, 2 * pace.ranks + 1, multiple))
         pairs = [(count, ranks) for count, ranks in both if pace.has_cores(count, ranks)]
     options = []
     for count, ranks in pairs:
@@ -289,7 +294,7 @@ def _bound(pace: Pace, config: Config, is_far: bool) -> Advice | None:
         sentence=f"{why}: {change}",
         evidence=f"{pace.ready:.1f} groups ready and {pace.in_flight:.1f} in flight of {pace.slots:.0f} slots; {_waiting(pace)}",
         gain=0.0 if is_auto or is_far else gain,
-        command="" if is_auto or is_far else f"set buffer.max_lag={wanted}",
+        command="" if is_auto or is_far or config.buffer.policy == "train" else f"set buffer.max_lag={wanted}",
     )
 
 
@@ -313,13 +318,13 @@ def _fewer_generators(pace: Pace, config: Config) -> Advice | None:
 
 def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     """Return advice for a run that the learner limits: more ranks or rarer checkpoints."""
-    ranks = pace.ranks
-    room = min(ranks, free_gpus(config, gpus), pace.more_ranks)
+    ranks, multiple = pace.ranks, config.learner.parallel.multiple
+    room = 0 if config.cluster.share_gpu else min(ranks, free_gpus(config, gpus), pace.more_ranks)
     if pace.checkpoint_s > PUBLISHES * pace.step_s:
         gain = pace.gain(pace.predict(checkpoint=0.5)[0])
         change = f"run.checkpoint_every={2 * config.run.checkpoint_every}"
     else:
-        steps = {more: pace.predict(ranks=more)[0] for more in range(ranks + 1, ranks + room + 1)}
+        steps = {more: pace.predict(ranks=more)[0] for more in range(ranks + multiple, ranks + room + 1, multiple)}
         wanted, gain = _smallest(pace, steps or {ranks: pace.step_s})
         change = f"learner.ranks={wanted}"
     if gain < WORTH:

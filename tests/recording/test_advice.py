@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asyncgrpo.config import schema
-from asyncgrpo.recording.advice import Advice, advise
+from asyncgrpo.recording.advice import Advice, advise, splits
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.pace import FEWEST, SETTLE, TAIL, WINDOW, pace_of
 
@@ -48,8 +48,10 @@ def run(count: int = 20, **how: Any) -> list[Event]:
     return [{"event": "start", "time": 1000.0}, *(step(n, **how) for n in range(1, count + 1))]
 
 
-def first(events: list[Event], config: schema.Config = BASE, now: float | None = None) -> Advice:
-    advice = advise(events, config, now)
+def first(
+    events: list[Event], config: schema.Config = BASE, now: float | None = None, gpus: int | None = None
+) -> Advice:
+    advice = advise(events, config, now, gpus)
     assert advice, "no advice"
     return advice[0]
 
@@ -84,6 +86,7 @@ SANDBOX = {"reward": schema.RewardConfig(code=schema.CodeRewardConfig(url="http:
 JUDGE = {"reward": schema.RewardConfig(function="judge", judge=schema.JudgeConfig(url="http://j", max_concurrent=2))}
 PARALLEL = {"reward": schema.RewardConfig(workers=64)}
 AUTO = {"buffer": schema.BufferConfig(prompts_per_step=8, max_lag="auto")}
+DROPS, TRAINS = ({"buffer": schema.BufferConfig(prompts_per_step=8, policy=policy)} for policy in ("drop", "train"))
 FILTERING = {"algorithm": schema.AlgorithmConfig(filter_zero_signal=True)}
 CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name in ("calculator", "guess.py"))
 
@@ -111,6 +114,8 @@ CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name
         (SLOW_REWARD, OWN, "reward", "", 0.79, "environment.processes=8"),
         (SLOW_REWARD, CALCULATOR, "none", "", None, ""),  # an environment of ours has no setting for it
         (TIGHT, {}, "bound", "set buffer.max_lag=4", 0.6, "buffer.max_lag=4 would make steps 60 % shorter"),
+        (TIGHT, DROPS, "bound", "set buffer.max_lag=4", 0.6, ""),
+        (TIGHT, TRAINS, "bound", "", 0.6, "buffer.max_lag=4 would"),  # a running run refuses it
         (BEHIND, {}, "bound", "set buffer.max_lag=4", 0.6, "the bound holds groups back while places are free"),
         (TIGHT | {"full": 0.9}, {}, "none", "", 0, "no single change makes steps a tenth shorter"),
         (LONG, {}, "lengths", "set buffer.max_lag=16", 0.5, "buffer.max_lag=16 would make steps 50 % shorter"),
@@ -270,6 +275,28 @@ def test_a_gpu_that_is_not_free_is_not_advised():
     assert advise(starved, four, gpus=10)[0].command == "scale generators 3"
     (found,) = advise(starved, taught, gpus=10)
     assert found.sentence.endswith(f"shorter: {split}"), "two of the ten are the teacher's"
+
+
+def test_no_advice_names_a_setting_that_the_configuration_refuses():
+    parallel = schema.LearnerConfig(ranks=4, parallel=schema.ParallelConfig(context=4))
+    four = config(learner=parallel, generators=schema.GeneratorConfig(count=1, gpus_each=1))
+    (found,) = advise(run(**SLOW_LEARNER), four, gpus=9)
+    assert "learner.ranks=8 would" in found.sentence
+    assert [(one.generators, one.ranks) for one in splits(pace_of(run(**SLOW_LEARNER), four), four, 9)] == [
+        (1, 8), (2, 4), (3, 4), (4, 4), (5, 4)
+    ]  # fmt: skip
+
+
+def test_a_gpu_that_both_sides_share_has_one_generator_and_one_rank():
+    shared = config(
+        cluster=schema.ClusterConfig(share_gpu=True), generators=schema.GeneratorConfig(count=1, gpus_each=1)
+    )
+    for how in (SLOW_LEARNER, STARVED | {"there": 1}):
+        for gpus in (1, 8):
+            found = first(run(**how), shared, gpus=gpus)
+            assert (found.command, found.generators, found.gain) == ("", None, 0.0)
+        ((generators, ranks),) = [(one.generators, one.ranks) for one in splits(pace_of(run(**how), shared), shared, 1)]
+        assert (generators, ranks) == (1, 1)
 
 
 def test_cores_are_not_to_blame_where_gpus_or_a_setting_are():
