@@ -28,9 +28,9 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.progress import seconds_of
 
-WINDOW = 100
-"""Largest number of steps in a window."""
-EVENTS = 8 * WINDOW
+WINDOW = 50
+"""Largest number of steps in a window. After a change that no event shows, advice is of both conditions for so long."""
+EVENTS = 16 * WINDOW
 """Newest events that suffice for a window: its steps and the events between them."""
 FEWEST = 5
 """Smallest number of steps in a window."""

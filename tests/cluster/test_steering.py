@@ -251,8 +251,8 @@ def test_the_last_advice_is_over_the_newest_steps(run: Run):
     train(run, range(1, 21))
     run.now_s += LOOK_S
     run.turn()
-    train(run, range(21, 60))
+    train(run, range(21, 50))
     run.steering.has_trained()
     written = [event for event in read_events(run.folder.path / "metrics.jsonl") if event["event"] == "advice"]
-    assert [event["evidence"].rpartition("(")[2] for event in written] == ["of steps 4 to 20)", "of steps 4 to 59)"]
+    assert [event["evidence"].rpartition("(")[2] for event in written] == ["of steps 4 to 20)", "of steps 4 to 49)"]
     assert Progress.of(read_events(run.folder.path / "metrics.jsonl")).advice == written[-1]

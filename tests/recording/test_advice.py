@@ -174,6 +174,12 @@ def test_what_was_before_a_change_does_not_count(change):
     assert found is not None and found.wait == 0
 
 
+def test_a_change_that_no_event_shows_counts_alone_after_fifty_steps():
+    events = [*run(60, **STARVED), *(step(n, **SLOW_LEARNER | {"there": 2}) for n in range(61, 111))]
+    assert pace_of(events, BASE).wait == pytest.approx(0.01)
+    assert pace_of(events[:-1], BASE).wait > 0.01
+
+
 def test_a_bound_that_steers_itself_is_no_change_and_one_long_step_says_nothing_but_bursts_do():
     events = [step(n, max_lag=n % 3) for n in range(WINDOW)]
     assert pace_of(events, BASE) is None
