@@ -80,6 +80,8 @@ def advise(
     if found := tuple(one for one in (_signal(pace, config), *of_pace) if one is not None):
         return found
     sentence = "balanced: nothing to gain"
+    if pace.hands_over:
+        sentence = "nothing to change: waits as short as these are the hand-over of batches"
     if pace.lacks_groups:
         soon = "more groups are about to begin"
         sentence = (

@@ -138,6 +138,11 @@ class Pace:
         return self.wait_s > max(WAITS * self.step_s, HAND_OVER_S)
 
     @property
+    def hands_over(self) -> bool:
+        """True if the learner waits, but no longer than handing a ready batch over may take."""
+        return WAITS * self.step_s < self.wait_s <= HAND_OVER_S
+
+    @property
     def wait(self) -> float:
         """Share of a step in which the learner waits, 0 to 1."""
         return self.wait_s / self.step_s

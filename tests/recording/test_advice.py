@@ -70,6 +70,7 @@ BEHIND = TIGHT | {"full": 0.2, "under_way": 12, "wanted": 16}
 """Slots are free, but not for generators that load the newest weights."""
 LONG = {"wait": 0.5, "full": 0.4, "slots": 40, "under_way": 30, "ready_seconds": 25.0, "lags": {"1": 6, "4": 2}}
 QUICK = {"wait_data": 0.04, "forward_backward": 0.2, "optimizer": 0.0, "publish": 0.01}
+HANDS_OVER = {"wait_data": 0.09, "other": 0.2, "forward_backward": 0.0, "optimizer": 0.0, "publish": 0.01}
 READY = {"under_way": 60, "slots": 144, "max_lag": 2, "lags": {"0": 30, "1": 18}, "ready_seconds": 0.3, "there": 1}
 """As in the demo: of steps of 0.25 s the hand-over of a batch that is ready takes a tenth."""
 WAITS = READY | {"full": 0.2, "seconds": QUICK | {"wait_data": 0.4}}
@@ -121,6 +122,7 @@ CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name
         (LONG, {}, "lengths", "set buffer.max_lag=16", 0.5, "buffer.max_lag=16 would make steps 50 % shorter"),
         (LONG, AUTO, "lengths", "", None, "buffer.max_lag=auto holds the bound at 4"),
         (WAITS, {}, "none", "", 0, "more groups are about to begin"),
+        (READY | {"seconds": HANDS_OVER}, {}, "none", "", 0, "waits as short as these are the hand-over of batches"),
         (WAITS | {"lags": {"0": 30, "2": 18}, "ready_seconds": 1.0}, {}, "lengths", None, None, ""),
         (NO_SIGNAL, {}, "signal", None, 1 - 0.25 * 0.99, "would train no group without signal, now 75 %"),
         ({"full": 0.8, "filtered": {"all_equal_low": 24}}, FILTERING, "signal", None, None, ""),
