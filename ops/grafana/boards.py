@@ -1077,7 +1077,7 @@ RATIO = Board(
             number(
                 "Generator GPUs per learner GPU",
                 "As the run is, and as the work of both sides asks for (an hour). Processes count where there are no GPUs.",
-                "Hint above actual: more generators; below: fewer, or a larger learner. At low saturation the hint is too high.",
+                "Hint above actual: more generators if places are filled, else it is too high. Below: fewer, or more ranks.",
                 "short",
                 {
                     "actual": "asyncgrpo:generator_gpus_per_learner_gpu:actual",
@@ -1119,7 +1119,7 @@ RATIO = Board(
             Panel(
                 "Generator GPUs per learner GPU",
                 "As the run is, and as the work of both sides asks for, over an hour.",
-                "Move one GPU where the lines are far apart, then look at the learner's wait again.",
+                "Move one GPU where the lines are far apart and places are filled, then look at the learner's wait again.",
                 "short",
                 {
                     "actual": "asyncgrpo:generator_gpus_per_learner_gpu:actual",
