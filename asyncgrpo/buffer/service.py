@@ -496,11 +496,12 @@ class BufferService:
         return self._caught_up_s - session.heard_s <= liveness.QUIET_S and session.peer not in self._steer.leaving
 
     def _share(self, now_s: float) -> float:
-        """Return the most leases that a generator may hold, whatever its window."""
+        """Return the most leases that a generator may hold, whatever its window: the slots of ready groups are no one's."""
         if now_s - self._served_s > EVENLY_S:
             return math.inf
         num_live = sum(self._is_live(session) for session in self._sessions.values())
-        return -(-self._buffer.num_slots // max(num_live, 1))
+        num_held = self._buffer.num_slots - self._buffer.count(State.READY)
+        return max(1, -(-num_held // max(num_live, 1)))
 
     def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
         self._buffer.count_aborted(message.tokens)

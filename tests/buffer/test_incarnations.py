@@ -245,3 +245,17 @@ def test_what_awaits_its_scores_counts_for_the_share_of_a_version_s_first_half_s
     served.hear("learner", Trained(version=v(1)))
     assert served.hear("a", Serving(generator_id="a", version=v(1))) == [], "it holds half of the four slots"
     assert served.hear("b", Serving(generator_id="b", version=v(1))) == [("b", "Grant")] * 2
+
+
+def test_the_first_generator_of_a_version_gets_no_more_than_its_part_of_what_is_not_ready():
+    served = Served(per_step=2, max_lag=3)
+    served.join("a", window=4)
+    served.join("b", window=4)
+    served.hear("learner", Trained(version=v(0)))
+    leases = {name: [e.lease for e in served.buffer._entries.values() if e.holder == name] for name in "ab"}
+    for name, lease in [*(("b", lease) for lease in leases["b"]), *(("a", lease) for lease in leases["a"][:2])]:
+        served.hear(name, msgspec.structs.replace(deliver(lease, 0), generator_id=name), PAYLOAD)
+    served.hear("learner", Take(version=v(0)))
+    served.hear("learner", Trained(version=v(1)))
+    assert served.hear("a", Serving(generator_id="a", version=v(1))) == [], "four of eight are ready, and it holds two"
+    assert served.hear("b", Serving(generator_id="b", version=v(1))) == [("b", "Grant")] * 2

@@ -106,6 +106,7 @@ def test_while_one_generator_is_kept_free_for_a_suspect_the_others_get_leases():
     assert served.grants() == {"large": [0]}, "an isolated prompt, and nothing beside it for all its room"
     served.join("b")
     assert served.grants() == {"b": [2, 3]}
+    served.now_s += 1.0
     for index, then in ((0, [1]), (1, [4, 5, 6, 7])):
         served.hear("large", deliver(served.buffer._entries[f"1.{index}"].lease, 0), PAYLOAD)
         assert served.grants() == {"large": then}, "the next isolated prompt; then it is a generator like any other"
