@@ -159,8 +159,8 @@ class Pace:
 
     @property
     def is_held_up(self) -> bool:
-        """True if more groups are ready than in flight: they wait for stragglers."""
-        return self.ready > self.in_flight
+        """True if more groups are ready than the generators hold, scored ones included: they wait for stragglers."""
+        return self.ready * (1 - self.scoring) > self.in_flight
 
     @property
     def must_wait(self) -> bool:

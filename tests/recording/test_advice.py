@@ -109,6 +109,7 @@ CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name
         (SLOW_REWARD, {}, "reward", "", 0.79, "reward.workers=8 would make steps 79 % shorter"),
         (SLOW_REWARD | {"full": 1.0}, PARALLEL, "generators", None, None, ""),  # none waits for its turn
         (SLOW_REWARD | {"full": 0.12, "under_way": 40}, PARALLEL, "bound", None, None, ""),
+        (SLOW_REWARD | {"full": 0.12, "under_way": 40, "ready_seconds": 6.0}, PARALLEL, "bound", None, None, ""),
         (SLOW_REWARD | {"full": 0.95}, {}, "generators", None, None, ""),  # places and workers are full
         (SLOW_REWARD, SANDBOX, "reward", "", None, "reward.code.max_concurrent=16"),
         (SLOW_REWARD, JUDGE, "reward", "", None, "reward.judge.max_concurrent=16"),
