@@ -38,7 +38,7 @@ class Advice(Struct, frozen=True, kw_only=True):
     evidence: str
     """The measurements behind it."""
     gain: float = 0.0
-    """Predicted share by which a step gets shorter, 0 to 1. For `signal`: by which the time per group with signal does."""
+    """Predicted share by which a step gets shorter, 0 to 1. For `signal` and `weights`: the time of a useful group."""
     command: str = ""
     """Command that carries it out, without the run's folder: `scale generators 3`. Empty: none."""
     generators: int | None = None
