@@ -83,10 +83,9 @@ def advise(
     if pace.hands_over:
         sentence = "nothing to change: waits as short as these are the hand-over of batches"
     if pace.lacks_groups:
-        soon = "more groups are about to begin"
-        sentence = (
-            f"nothing to change: {soon if pace.limit == 'none' else 'no single change makes steps a tenth shorter'}"
-        )
+        is_soon = pace.limit == "none"
+        why = "more groups are about to begin" if is_soon else "no single change makes steps a tenth shorter"
+        sentence = f"nothing to change: {why}"
     return (Advice(bottleneck="none", sentence=sentence, evidence=_waiting(pace)),)
 
 
