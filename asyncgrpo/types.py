@@ -250,7 +250,7 @@ class Rollout:
     """The sampling seed, in engines that use one."""
     text: str = ""
     """In an evaluation the completion without special tokens; else empty, because the learner decodes tokens itself."""
-    said: str = ""
+    sampled_text: str = ""
     """In an evaluation with observations the text of the turns alone, as the reward reads it; else empty."""
 
 

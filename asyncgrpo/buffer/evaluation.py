@@ -335,7 +335,8 @@ class Evaluations:
         evaluation, prompt = self._running[_step_of(lease)], lease.prompt
         evaluation.groups.append(message)
         completions = [
-            Scored(rollout.score, rollout.said or rollout.text, rollout.num_tokens) for rollout in message.rollouts
+            Scored(rollout.score, rollout.sampled_text or rollout.text, rollout.num_tokens)
+            for rollout in message.rollouts
         ]
         for suite in (evaluation.suites[suite_of(prompt.prompt_id)], evaluation.whole):
             suite.add(prompt.source, completions, message.versions)

@@ -430,7 +430,7 @@ class GroupInFlight:
 
     async def _rewards_of(self, some: list[Launched]) -> list[Score]:
         sampled = [one.completion for one in some if one.completion is not None]
-        completions = [Sampled(self._said(one), one.token_ids.tolist(), one) for one in sampled]
+        completions = [Sampled(self._sampled_text(one), one.token_ids.tolist(), one) for one in sampled]
         with self._activities.during("reward", len(some)):
             scores = await self._reward.score(self._lease.prompt, completions)
         for index, (one, score) in enumerate(zip(some, scores, strict=True)):
@@ -442,13 +442,13 @@ class GroupInFlight:
     def _rollout(self, one: Launched, index: int) -> Rollout:
         """Return a scored completion as number `index` of its group."""
         assert one.completion is not None and one.score is not None, one
-        text = said = ""
+        text = sampled_text = ""
         if self._lease.purpose == "eval":
             text = self._decode(one.completion.all_token_ids.tolist())
-            said = self._said(one.completion) if one.completion.observations else ""
-        return Rollout(replace(one.completion, index=index), one.score, one.seed, text, said)
+            sampled_text = self._sampled_text(one.completion) if one.completion.observations else ""
+        return Rollout(replace(one.completion, index=index), one.score, one.seed, text, sampled_text)
 
-    def _said(self, completion: Completion) -> str:
+    def _sampled_text(self, completion: Completion) -> str:
         """Return the text of a completion for the reward: a line for each turn, without observations."""
         return "\n".join(self._decode(turn.tolist()) for turn in completion.turns)
 

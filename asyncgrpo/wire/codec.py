@@ -147,7 +147,7 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 seed=rollout.seed,
                 observed=tuple((one.at, len(one.token_ids)) for one in completion.observations),
                 text=rollout.text,
-                said=rollout.said,
+                sampled_text=rollout.sampled_text,
                 kept=0 if kept is None else len(kept.ids),
                 routes=routes.shape,
                 routes_bytes=-(-routes.nbytes // 4) * 4,
@@ -171,7 +171,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
     """
     completions = check_group(message, payload)
     rollouts = (
-        Rollout(completion, header.score, header.seed, header.text, header.said)
+        Rollout(completion, header.score, header.seed, header.text, header.sampled_text)
         for header, completion in zip(message.rollouts, completions, strict=True)
     )
     return Group(rollouts=tuple(rollouts), **{name: getattr(message, name) for name in SHARED_FIELDS})

@@ -73,7 +73,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Per observation: number of sampled tokens before it, and number of its tokens."""
     text: str = ""
     """As in `Rollout`."""
-    said: str = ""
+    sampled_text: str = ""
     """As in `Rollout`."""
     kept: Count = 0
     """Ids of all `KeptTokens`; 0: they are not recorded."""

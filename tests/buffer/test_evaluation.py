@@ -145,8 +145,8 @@ def test_what_an_environment_replied_is_no_vote():
     evaluations.request(0, 0.0)
     texts = [f"where?Answer: {found}Oslo" for found in ("Rome", "Bern", "Kyiv")]
     message = answered(evaluations.lease("g", 0.0), *texts, "Paris", "Paris", right="Oslo")
-    said = [replace(one, said="where?\nOslo" if "Oslo" in one.text else "") for one in message.rollouts]
-    evaluations.accept(replace(message, rollouts=tuple(said)), 1.0)
+    rollouts = [replace(one, sampled_text="where?\nOslo" if "Oslo" in one.text else "") for one in message.rollouts]
+    evaluations.accept(replace(message, rollouts=tuple(rollouts)), 1.0)
     (result,) = evaluations.take_finished()
     assert result.suites["qa"].numbers["maj@5"][0] == 1.0
 

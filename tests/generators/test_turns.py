@@ -259,7 +259,7 @@ async def test_a_completion_of_an_evaluation_has_its_text_with_replies_and_witho
     lease = make_lease(purpose="eval")
     by = sampler(Scripted("a", "c"), Echo(turns), scores=False).of(lease.prompt)
     group = unpack_group(*pack_group(await GroupInFlight(lease, by, LengthReward(), decode).generate("g")))
-    assert [(one.text, one.said) for one in group.rollouts] == [texts] * 3
+    assert [(one.text, one.sampled_text) for one in group.rollouts] == [texts] * 3
 
 
 @pytest.fixture(scope="module")
