@@ -17,6 +17,7 @@ from asyncgrpo import liveness, metrics
 from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
     Batch,
     EvalResult,
@@ -69,6 +70,12 @@ class Team:
         dist.broadcast(torch.tensor([len(part) for part in parts]), src=0)
         for part in filter(len, parts):
             dist.broadcast(torch.frombuffer(part, dtype=torch.uint8), src=0)
+
+    def train(self, version: PolicyVersion, batch: Batch, payload: memoryview) -> None:
+        """Have all other ranks train a batch under `version`."""
+        if self.world > 1:
+            header = bytes(encode(batch, payload)[0])
+            self.broadcast(RankCommand(what="step", version=version, header=header), payload)
 
     def send_heartbeat(self) -> None:
         """Send `wait` if rank 0 sent no command for some time. Without commands the other ranks time out within minutes."""

@@ -37,7 +37,7 @@ from asyncgrpo.recording.progress import counts_in_words
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, IsWritten
 from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.wire.codec import decode, encode, unpack_batch
+from asyncgrpo.wire.codec import decode, unpack_batch
 from asyncgrpo.wire.rollouts import Batch, NoMore
 from asyncgrpo.wire.supervision import Steer
 
@@ -167,9 +167,7 @@ class LearnerService:
                 raise DataError(f"no group of data.train could be trained: {_untrained(message.counters)}")
             return message.why
         with self._clock("forward_backward"):
-            if self.team.world > 1:
-                header = bytes(encode(message, payload)[0])
-                self.team.broadcast(RankCommand(what="step", version=self.version, header=header), payload)
+            self.team.train(self.version, message, payload)
             report = self.learner.step(groups, self.version)
         started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
         self._updates, self._shares_within = self.learner.steps, report.shares_within

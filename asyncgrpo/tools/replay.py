@@ -48,7 +48,7 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, Layout, Stream
 from asyncgrpo.weights.group import serve_store, visit_store
 from asyncgrpo.weights.publication import digest_of
-from asyncgrpo.wire.codec import encode, unpack_batch
+from asyncgrpo.wire.codec import unpack_batch
 from asyncgrpo.wire.rollouts import Batch, Deliver
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
@@ -446,9 +446,7 @@ class Replay:
             message, payload = self._timeline.batch(planned)
             groups = unpack_batch(message, payload)
         with clock("forward_backward"):
-            if team.world > 1:
-                header = bytes(encode(message, payload)[0])
-                team.broadcast(RankCommand(what="step", version=planned.version, header=header), payload)
+            team.train(planned.version, message, payload)
             report = learner.step(groups, planned.version)
         version = f"{planned.version.lineage}.{planned.number}"
         recorded = self._steps.get(version)

@@ -188,7 +188,8 @@ def test_other_ranks_are_there_until_the_last_weights_have_landed(tmp_path: Path
             return told[-1] == "landed"
 
     running = service(tmp_path, Inbox(), Landing(), last_step=STEPS)
-    running.team = SimpleNamespace(world=1, broadcast=lambda command: told.append(command.what))  # type: ignore[assignment]
+    team = SimpleNamespace(world=1, broadcast=lambda command: told.append(command.what), train=lambda *_: None)
+    running.team = team  # type: ignore[assignment]
     assert running.run() == "done"
     assert told[-3:] == ["landing", "landed", "end"]
 
