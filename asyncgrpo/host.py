@@ -224,19 +224,19 @@ def _own_seconds() -> float:
     import psutil
 
     total = sum(os.times()[:4])
-    for pid in _descendants(os.getpid()):
+    for pid in descendants(os.getpid()):
         with contextlib.suppress(psutil.Error):
             total += sum(psutil.Process(pid).cpu_times()[:4])
     return total
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
     """Yield the ids of the descendants of a process. psutil would read every process of the machine for them."""
     for of_thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread ended
             for child in map(int, of_thread.read_text().split()):
                 yield child
-                yield from _descendants(child)
+                yield from descendants(child)
 
 
 def _quota(folder: Path) -> int:

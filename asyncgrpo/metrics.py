@@ -39,7 +39,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from asyncgrpo import __version__
-from asyncgrpo.host import replace_file
+from asyncgrpo.host import descendants, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -356,18 +356,19 @@ class _Processes(Collector):
         resident = GaugeMetricFamily(PREFIX + "resident_bytes", "Memory that processes hold, bytes.", labels=labels)
         files = GaugeMetricFamily(PREFIX + "open_files", "Open file descriptors of processes.", labels=labels)
         count = GaugeMetricFamily(PREFIX + "processes", "Number of processes.", labels=labels)
-        this = psutil.Process()
-        for of, processes in (("self", [this]), ("below", this.children(recursive=True))):
-            found = [sizes for process in processes if (sizes := _sizes(process)) is not None]
+        this = os.getpid()
+        for of, processes in (("self", [this]), ("below", descendants(this))):
+            found = [sizes for pid in processes if (sizes := _sizes(pid)) is not None]
             resident.add_metric([of], sum(memory for memory, _ in found))
             files.add_metric([of], sum(opened for _, opened in found))
             count.add_metric([of], len(found))
         yield from (resident, files, count)
 
 
-def _sizes(process: psutil.Process) -> tuple[int, int] | None:
+def _sizes(pid: int) -> tuple[int, int] | None:
     """Return memory and open files of a process; None if it has ended or belongs to another user."""
     try:
+        process = psutil.Process(pid)
         return process.memory_info().rss, process.num_fds()
     except psutil.Error:
         return None

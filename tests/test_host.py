@@ -97,12 +97,12 @@ def test_descendants_are_the_children_of_all_threads_and_theirs():
     with ThreadPoolExecutor(1) as thread:
         child = thread.submit(subprocess.Popen, ["sh", "-c", shell], stdout=subprocess.PIPE).result()
         assert child.stdout is not None and child.stdout.readline() == b"started\n"
-        found = set(host._descendants(os.getpid()))
+        found = set(host.descendants(os.getpid()))
         assert found == {one.pid for one in psutil.Process().children(recursive=True)} and len(found) >= 2
         for one in psutil.Process(child.pid).children():
             one.kill()
         child.communicate()
-    assert set(host._descendants(child.pid)) == set()
+    assert set(host.descendants(child.pid)) == set()
 
 
 def test_the_collector_is_off_in_a_block_of_imports_and_afterwards_as_it_was(request):
