@@ -151,7 +151,7 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 kept=0 if kept is None else len(kept.ids),
                 routes=routes.shape,
                 routes_bytes=-(-routes.nbytes // 4) * 4,
-                route_bytes=routes.itemsize,
+                expert_bytes=routes.itemsize,
                 teacher=0 if teacher is None else 1 + teacher.ids.shape[1],
             )
         )
@@ -300,8 +300,8 @@ def _check_header(message: Deliver, header: RolloutHeader) -> None:
 def _routes(message: Deliver, header: RolloutHeader, found: np.ndarray) -> np.ndarray:
     """Return routes in their shape. Raises RefusedError: the shape is not theirs, or cannot be."""
     longest, size = len(message.prompt.token_ids) + header.num_tokens + header.num_observed, math.prod(header.routes)
-    routes = found.view(_ROUTES[header.route_bytes])
-    is_theirs = 0 <= routes.nbytes - size * header.route_bytes < 4
+    routes = found.view(_ROUTES[header.expert_bytes])
+    is_theirs = 0 <= routes.nbytes - size * header.expert_bytes < 4
     if header.routes[0] > longest or math.prod(header.routes[1:]) > LARGEST_ROUTE or not is_theirs:
         text = f"{found.nbytes} bytes of routes {header.routes} of {longest} tokens"
         raise _refused("schema", message, header.index, text)

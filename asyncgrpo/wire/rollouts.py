@@ -81,7 +81,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Shape of `Completion.routes`; zeros: they are not recorded."""
     routes_bytes: Annotated[int, msgspec.Meta(ge=0, multiple_of=4)] = 0
     """Their size in the payload, filled up to a multiple of 4."""
-    route_bytes: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
+    expert_bytes: Annotated[int, msgspec.Meta(ge=1, le=2)] = 2
     """Size of an expert in them: 1 if all are below 256."""
     teacher: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
     """Log-probs of a served teacher per sampled token: its own and those of the most likely tokens; 0: there is none."""

@@ -91,7 +91,7 @@ def test_a_group_comes_back_as_it_was_sent(group):
         ({"routes": (7, 2, 3)}, None, "routes .7, 2, 3. of 6 tokens"),
         ({"routes": (6, 2, 4)}, None, "72 bytes of routes .6, 2, 4. of 6 tokens"),
         ({"routes": (6, 2, 2)}, None, "72 bytes of routes"),
-        ({"route_bytes": 1}, None, "72 bytes of routes"),
+        ({"expert_bytes": 1}, None, "72 bytes of routes"),
         ({"routes": (6, 2**15, 1)}, None, "routes"),
         ({}, (16, -1), "do not add up"),
         ({}, (18, 2), "do not add up"),
