@@ -7,6 +7,7 @@ Limits of memory are for each process: `MAX_PROCESSES` of them may have `memory_
 """
 
 import contextlib
+import fcntl
 import math
 import os
 import select
@@ -198,8 +199,9 @@ def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 @contextlib.contextmanager
 def memory_file(text: str = "") -> Iterator[BinaryIO]:
-    """A file in memory with this text, at its start."""
+    """A file in memory with this text, at its start. Writes append, so that those of two processes overwrite nothing."""
     with os.fdopen(os.memfd_create("sandbox"), "w+b", buffering=0) as file:
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # the kernel locks the shared position of files on disk only
         file.write(text.encode(errors="surrogatepass"))
         file.seek(0)
         yield file

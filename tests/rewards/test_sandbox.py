@@ -185,3 +185,16 @@ def test_a_program_sees_a_folder_below_tmp_that_it_is_given_and_no_other(tmp_pat
         memory_mb=256,
     )
     assert (ended.code, ended.stdout.split()) == (0, ["given", "given", "refused"]), ended.stderr
+
+
+def test_what_the_processes_of_a_program_print_at_the_same_time_is_all_kept():
+    prints = "for i in {1..3000}; do echo x; done"
+    ended = isolation.run_isolated(
+        ["/bin/bash", "-c", f"({prints}) & {prints}; wait"],
+        visible=["/usr", "/bin", "/lib", "/lib64"],
+        files={},
+        environment={},
+        timeout_s=30.0,
+        memory_mb=256,
+    )
+    assert len(ended.stdout.split()) == 6000, ended.stderr
