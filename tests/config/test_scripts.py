@@ -46,11 +46,11 @@ def test_a_script_writes_connects_and_ends_nothing(tmp_path, monkeypatch):
     text = f"""
         echo lost > {tmp_path}/kept
         echo new > {tmp_path}/new
-        sed -i s/x/y/ {tmp_path}/kept && run wrote
+        sed -i s/x/y/ {tmp_path}/kept
         builtin kill -9 {os.getpid()} && run killed
         builtin kill -9 -1
     """
-    assert not {"run wrote", "run killed"} & set(commands(text))
+    assert "run killed" not in commands(text)
     assert (tmp_path / "kept").read_text() == "x"
     assert [file.name for file in tmp_path.iterdir()] == ["kept"]
 
