@@ -23,7 +23,7 @@ from asyncgrpo.config.rules import refuse_images
 from asyncgrpo.config.schema import Config, DataConfig, is_file
 from asyncgrpo.data.images import PLACEHOLDER, Images, in_parts, taken_from
 from asyncgrpo.data.sources import DataRow, DataRows, Misfit, digest_of, kind, read_source
-from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render, stop_token_ids, vocabulary_size
+from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render, stop_token_ids, text_of, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.types import Prompt
 from asyncgrpo.wire.rollouts import PROMPT_BYTES
@@ -385,10 +385,10 @@ class Checked(NamedTuple):
 
 
 def check(config: Config, on_progress: Callable[[str], object] = log.info) -> dict[str, Checked]:
-    """Check all rows of a run: those of `train`, and those of each held-out suite. All are read, and few are tokenised.
+    """Check all rows of a run: those of `train`, and those of each held-out suite. All are rendered, and few are tokenised.
 
-    Renders prompts with images, one prompt per form of its turns, because a chat template may refuse a form, and more until
-    one is not too long. Logs a warning if only some rows of a source lack an answer.
+    Tokenises prompts with images, those whose text has an image token, and others until one is not too long. Logs a warning
+    if only some rows of a source lack an answer.
 
     Args:
         on_progress: called with a line every few seconds.
@@ -400,12 +400,12 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
     vocabulary, images = vocabulary_size(config.model.path), Images.of(config)
-    image = PLACEHOLDER if images is None else str(tokenizer.decode([images.token_id]))
+    image = None if images is None else str(tokenizer.decode([images.token_id]))
 
     def check_source(source: str, limit: int | None) -> Checked:
         schema, rows = open_source(source, config.data)
-        seen, sources = set[tuple[Any, ...]](), set[str]()
-        longest, fits, index, unanswered = 0, False, -1, list[int]()
+        sources, unanswered = set[str](), list[int]()
+        longest, fits, index = 0, False, -1
         reported_s = time.monotonic()
         for index, row in enumerate(itertools.islice(rows, limit)):
             if time.monotonic() > reported_s + PROGRESS_EVERY_S:
@@ -415,12 +415,12 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
             sources.add(record.source)
             if record.answer in (None, ""):
                 unanswered.append(index)
-            form = tuple((turn["role"], image in turn["content"], _form_of(turn)) for turn in record.messages)
             if record.images:
                 refuse_images(config)
-            elif fits and form in seen:
-                continue
-            seen.add(form)
+            elif fits:
+                text = text_of(tokenizer, record.messages, config.data.system_prompt, f"{source}, row {index}")
+                if image is None or image not in text:
+                    continue
             token_ids = rendered(source, index, record, tokenizer, config.data, images).token_ids
             if vocabulary is not None and (token := max(token_ids, default=0)) >= vocabulary:
                 raise ConfigError(f"{source}, row {index}: the model has no token {token}; use its own tokenizer")
@@ -441,15 +441,6 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
         read = [check_source(one, limit) for one in chosen]
         found[name] = Checked(sum(one.rows for one in read), set().union(*(one.sources for one in read)))
     return found
-
-
-def _form_of(value: Any, depth: int = 4) -> Any:
-    """Return the keys and types of a chat turn, down to those of a function that it calls."""
-    if depth and isinstance(value, dict):
-        return tuple((key, _form_of(item, depth - 1)) for key, item in value.items())
-    if depth and isinstance(value, list):
-        return tuple(_form_of(item, depth - 1) for item in value)
-    return type(value), bool(value)
 
 
 def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:

@@ -97,17 +97,18 @@ def render(
     Raises:
         DataError: the chat template refuses these turns.
     """
-    text = _text_of(tokenizer, messages, system_prompt, where)
+    text = text_of(tokenizer, messages, system_prompt, where)
     return Rendered(text, _encode(tokenizer, text))
 
 
-def _text_of(
+def text_of(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[dict[str, Any]],
     system_prompt: str | None,
     where: str,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
+    """Return the text of a prompt as `render`, with tools if its chat template takes them. Raises DataError."""
     turns = with_system(messages, system_prompt)
     if not tokenizer.chat_template:
         if tools is not None:
@@ -174,7 +175,7 @@ def continuation(
 def _text_behind_turn(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]]) -> str:
     def behind(*more: dict[str, Any]) -> str:
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        return _text_of(tokenizer, [*before, *more], None, "a reply of the environment").partition(MARK)[2]
+        return text_of(tokenizer, [*before, *more], None, "a reply of the environment").partition(MARK)[2]
 
     text = behind(*messages)
     if messages and not any(one["content"] in text for one in messages) and text == behind():
@@ -191,7 +192,7 @@ def opening(
     Raises:
         DataError: the chat template refuses these messages or tools.
     """
-    return _encode(tokenizer, _text_of(tokenizer, messages, None, "the first messages", tools))
+    return _encode(tokenizer, text_of(tokenizer, messages, None, "the first messages", tools))
 
 
 def vocabulary_size(model_path: str) -> int | None:

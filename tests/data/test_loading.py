@@ -110,8 +110,8 @@ def test_a_file_of_which_nothing_fits_and_a_bad_row_are_refused_before_the_run(c
 
 
 def test_turns_that_the_template_refuses_are_refused_before_the_run(config, tmp_path):
-    def row(*functions: dict) -> dict:
-        called = {"role": "assistant", "content": "1", "tool_calls": [{"function": one} for one in functions]}
+    def row(*functions: dict, content: str = "1") -> dict:
+        called = {"role": "assistant", "content": content, "tool_calls": [{"function": one} for one in functions]}
         return {"prompt": [called], "ground_truth": "1"}
 
     def refused(condition: str, other: dict) -> None:
@@ -123,6 +123,7 @@ def test_turns_that_the_template_refuses_are_refused_before_the_run(config, tmp_
     plain = {"name": "f", "arguments": {"a": 1}}
     refused("|length > 1", row(plain, plain))
     refused("[0].function.arguments is string", row(plain | {"arguments": '{"a": 1}'}))
+    refused(" and '<think>' in messages[0].content", row(plain, content="<think>1"))
 
 
 def test_a_long_check_reports_its_progress(config, tmp_path, monkeypatch):
