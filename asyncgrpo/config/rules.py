@@ -93,6 +93,8 @@ def _data(config: Config) -> Iterator[str]:
         yield "sampling.eval_completions would all be equal with sampling.eval_temperature; set one above 0"
     if sampling.top_k == 0:
         yield "sampling.top_k keeps no token; write -1 for no limit"
+    if sampling.top_k == 1:  # SGLang would also leave the temperature out of the log-probs
+        yield "sampling.top_k keeps one token: the completions of a group would all be equal; raise it, or write -1 for no limit"
 
 
 def _placement(config: Config) -> Iterator[str]:

@@ -172,6 +172,7 @@ algorithm.min_completions=9 -> algorithm.min_completions (9) is more than algori
 buffer.straggler_factor=1.2 -> set it to at least 1.5
 buffer.max_lag=auto buffer.policy=train -> bounds groups, which buffer.policy (train) does not
 sampling.top_k=0 -> write -1 for no limit
+sampling.top_k=1 -> the completions of a group would all be equal
 data.curriculum=success -> the epochs after the first; raise run.epochs (1)
 data.train=[] -> data.train ([]) has no entry
 'data.train=[a, b]' data.weights=[1.0] -> needs a weight for each entry
