@@ -233,7 +233,7 @@ def recognise(function: Callable[..., Any], path: Path, name: str, kwargs: Mappi
 
 
 def _columns(call: Call) -> dict[str, Any]:
-    """Return the columns of the row, repeated. Answer and source have each name that a file may give them."""
+    """Return the columns of the row, repeated. Answer and source also have the names for them that the row does not have."""
     answer, source = call.prompt.answer, call.prompt.source
     known = {"ground_truth": answer, "answer": answer, "solution": answer, "data_source": source, "task": source}
     columns = known | {"extra_info": call.prompt.info} | call.prompt.info
