@@ -14,6 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, stdev
@@ -24,8 +25,8 @@ from msgspec.structs import asdict
 from asyncgrpo import metrics
 from asyncgrpo.recording.samples import SampleWriter, held_out_samples
 from asyncgrpo.rewards.rules import vote_of
-from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
-from asyncgrpo.wire.rollouts import Deliver, EvalResult, SuiteResult
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Rollout, Sampling
+from asyncgrpo.wire.rollouts import Deliver, EvalResult, RolloutHeader, SuiteResult
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +101,19 @@ def suite_of(prompt_id: str) -> str:
     return prompt_id.rpartition("/")[0]
 
 
-class Scored(NamedTuple):
+@dataclass(frozen=True)
+class Scored:
     """One scored completion of a held-out prompt."""
 
-    score: Score
-    text: str
-    """As the reward read it."""
+    rollout: Rollout | RolloutHeader
     num_tokens: int
+    source: str
+    """`data_source` of the prompt."""
+
+    @cached_property
+    def vote(self) -> str:
+        """Its final answer, from the text that the reward read."""
+        return vote_of(self.rollout.sampled_text or self.rollout.text, self.source)
 
 
 class Suite:
@@ -131,24 +138,24 @@ class Suite:
         self._prompts += 1
         self._failures[reason] += 1
 
-    def add(self, source: str, completions: Sequence[Scored], versions: Collection[PolicyVersion] = ()) -> None:
-        """Add the completions of one prompt of this `data_source`."""
+    def add(self, completions: Sequence[Scored], versions: Collection[PolicyVersion] = ()) -> None:
+        """Add the completions of one prompt."""
         self._prompts += 1
         self._versions.update(versions)
         self._lengths += [one.num_tokens for one in completions]
-        for one in completions:
-            if one.score.value is None:
-                self._failures[one.score.failure or "unknown"] += 1
-            for name, value in one.score.parts.items():
-                self._parts[name].append(value)
-        scored = [(one.score.value, one.text) for one in completions if one.score.value is not None]
+        for score in (one.rollout.score for one in completions):
+            if score.value is None:
+                self._failures[score.failure or "unknown"] += 1
+            for name, part in score.parts.items():
+                self._parts[name].append(part)
+        scored = [(value, one) for one in completions if (value := one.rollout.score.value) is not None]
         if scored:
             self._rewards.append([value for value, _ in scored])
             is_right = [value >= self._success for value, _ in scored]
             for k in powers_up_to(len(scored)):
                 self._numbers[f"pass@{k}"].append(pass_at(k, is_right))
             if len(completions) >= FEWEST_VOTES:
-                votes = [vote_of(text, source) for _, text in scored]
+                votes = [one.vote for _, one in scored]
                 self._numbers[f"maj@{len(completions)}"].append(majority(votes, is_right))
 
     @property
@@ -334,12 +341,9 @@ class Evaluations:
             return
         evaluation, prompt = self._running[_step_of(lease)], lease.prompt
         evaluation.groups.append(message)
-        completions = [
-            Scored(rollout.score, rollout.sampled_text or rollout.text, rollout.num_tokens)
-            for rollout in message.rollouts
-        ]
+        completions = [Scored(rollout, rollout.num_tokens, prompt.source) for rollout in message.rollouts]
         for suite in (evaluation.suites[suite_of(prompt.prompt_id)], evaluation.whole):
-            suite.add(prompt.source, completions, message.versions)
+            suite.add(completions, message.versions)
         self._count_down(evaluation, now_s)
 
     def _count_down(self, evaluation: _Evaluation, now_s: float) -> None:

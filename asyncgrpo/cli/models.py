@@ -190,8 +190,7 @@ async def _evaluate(config: Config) -> dict[str, Any]:
         for prompt in prompts:
             group = next(rollouts)
             _warn_of_failures(prompt, group, warned)
-            scored = [Scored(r.score, r.sampled_text or r.text, len(r.completion.token_ids)) for r in group]
-            suites[name].add(prompt.source, scored)
+            suites[name].add([Scored(one, len(one.completion.token_ids), prompt.source) for one in group])
     values = [value for suite in suites.values() for value in suite.rewards]
     results = {name: suite.result() for name, suite in suites.items()}
     return {

@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from asyncgrpo.buffer import evaluation
 from asyncgrpo.buffer.evaluation import (
     MAX_ATTEMPTS,
     Evaluations,
@@ -10,6 +11,7 @@ from asyncgrpo.buffer.evaluation import (
     mean_of,
     share_of,
 )
+from asyncgrpo.rewards import rules
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import deliver
@@ -140,7 +142,14 @@ def test_a_prompt_that_only_awaits_its_score_takes_no_place():
     assert evaluations.sampled_by("g") == 2, "it is sampled anew"
 
 
-def test_what_an_environment_replied_is_no_vote():
+def test_what_an_environment_replied_is_no_vote_and_each_vote_is_found_once(monkeypatch):
+    read = []
+
+    def vote_of(text: str, source: str) -> str:
+        read.append(text)
+        return rules.vote_of(text, source)
+
+    monkeypatch.setattr(evaluation, "vote_of", vote_of)
     evaluations = Evaluations(SUITES[2:], Sampling(), 7, 10.0, completions=5)
     evaluations.request(0, 0.0)
     texts = [f"where?Answer: {found}Oslo" for found in ("Rome", "Bern", "Kyiv")]
@@ -148,7 +157,8 @@ def test_what_an_environment_replied_is_no_vote():
     rollouts = [replace(one, sampled_text="where?\nOslo" if "Oslo" in one.text else "") for one in message.rollouts]
     evaluations.accept(replace(message, rollouts=tuple(rollouts)), 1.0)
     (result,) = evaluations.take_finished()
-    assert result.suites["qa"].numbers["maj@5"][0] == 1.0
+    assert result.suites["qa"].numbers["maj@5"][0] == result.numbers["maj@5"][0] == 1.0
+    assert read == [*["where?\nOslo"] * 3, "Paris", "Paris"]
 
 
 # -- pass@k, maj@n and intervals ---------------------------------------------------------------------------------------
