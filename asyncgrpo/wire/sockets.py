@@ -94,9 +94,8 @@ def _bind(socket: zmq.Socket, bind: str) -> tuple[str, int]:
     try:
         socket.bind_to_random_port(f"tcp://{bind}")
     except zmq.ZMQError as error:
-        raise ConfigError(
-            f"cluster.bind is {bind}: {error.strerror}; give an address or an interface of this machine, or 0.0.0.0"
-        ) from error
+        what = "which is no IPv4 address, name or interface of this machine"
+        raise ConfigError(f"cluster.bind is {bind!r}, {what}; give one, or 0.0.0.0") from error
     host, _, port = socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")
     return host, int(port)
 
