@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # the schema is read where it is used
 
 app = typer.Typer()
 group = typer.Typer(no_args_is_help=True)
-app.add_typer(group, name="config", help="Explain and show configurations.", epilog=options.example("config explain"))
+app.add_typer(
+    group, name="config", help="Explain, show and translate configurations.", epilog=options.example("config explain")
+)
 _FLAGS: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 """For commands that take the flags of another program."""
 

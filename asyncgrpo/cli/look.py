@@ -181,7 +181,8 @@ def change(
 ) -> None:
     """Change settings of an active run.
 
-    All of them change or none. The next start uses the values of its own configuration.
+    These can change: learner.lr, buffer.max_lag and generators.groups_in_flight. All of the given ones change or none. The
+    next start uses the values of its own configuration.
     """
     from asyncgrpo.control.client import ChangeSettings
 

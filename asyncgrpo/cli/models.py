@@ -82,7 +82,7 @@ def evaluate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Run folder, checkpoint, or folder of a Hugging Face model.")
     ],
-    data: Annotated[list[str], typer.Option(help="Prompts: Parquet, JSONL or JSON; repeatable.")],
+    data: Annotated[list[str], typer.Option(help=f"Prompts: {options.PROMPTS}; repeatable.")],
     reward_func: options.RewardFuncOption = None,
     unsafe_rewards: options.UnsafeRewardsOption = False,
     engine: Annotated[str, typer.Option(help="Inference engine: sglang or torch.")] = "torch",
@@ -269,7 +269,7 @@ _SHOWN_ROWS = 10
 
 @data_app.command("check", epilog=options.example("data check train.parquet --model Qwen/Qwen3-8B"))
 def check(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet, JSONL or JSON file of prompts, or hf:ID.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help=f"Prompts: {options.PROMPTS}.")],
     overrides: options.SettingsArgument = None,
     model: options.ModelOption = None,
     reward_func: options.RewardFuncOption = None,

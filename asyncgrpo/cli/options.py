@@ -104,9 +104,7 @@ UnsafeRewardsOption = Annotated[
         "--unsafe-rewards", help="Run generated code without a sandbox if bubblewrap cannot run (reward.code.unsafe)."
     ),
 ]
-StepsOption = Annotated[
-    int | None, typer.Option("--steps", help="Optimizer steps. Without --epochs, epochs are unlimited.")
-]
+StepsOption = Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")]
 EngineOption = Annotated[str | None, typer.Option("--engine", help="Inference engine: sglang, torch or fake.")]
 OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
 MaxLagOption = Annotated[
@@ -122,6 +120,7 @@ AlgorithmOption = Annotated[
         "--algorithm", help="Preset of the objective; overrides the file. `asyncgrpo config algorithms` lists them."
     ),
 ]
+PROMPTS = "Parquet, JSONL or JSON file, hf:ID or reasoning-gym:NAME"
 FILE = "YAML file, or the name of one in the package."
 ConfigArgument = Annotated[str, typer.Argument(metavar="FILE", help=FILE)]
 SettingsArgument = Annotated[

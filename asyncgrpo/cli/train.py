@@ -40,14 +40,16 @@ ONLY_DISTILLED = [
 def train(
     ctx: typer.Context,
     model: options.ModelOption = None,
-    data: Annotated[str | None, typer.Option("--data", help="Training prompts: Parquet, JSONL or JSON.")] = None,
+    data: Annotated[str | None, typer.Option("--data", help=f"Training prompts: {options.PROMPTS}.")] = None,
     eval_data: Annotated[
         list[str] | None, typer.Option("--eval-data", help="Held-out prompts to evaluate during training; repeatable.")
     ] = None,
     reward_func: options.RewardFuncOption = None,
     unsafe_rewards: options.UnsafeRewardsOption = False,
     rollout_n: Annotated[int | None, typer.Option("--rollout-n", help="Completions per prompt, at least 2.")] = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", help="Passes over the training data; unlimited with only --steps.")
+    ] = None,
     steps: options.StepsOption = None,
     n_gpus: Annotated[
         int | None,

@@ -81,6 +81,11 @@ def test_a_command_reaches_the_driver(asyncgrpo, operator, typed, command):
     assert ended.out.strip().endswith("is done")
 
 
+def test_the_help_of_set_names_what_can_change(asyncgrpo):
+    help = " ".join(asyncgrpo("set", "--help").out.split())
+    assert all(key in help for key in client.CHANGEABLE)
+
+
 @pytest.mark.parametrize(
     ("typed", "why"),
     [
