@@ -54,6 +54,7 @@ class Request:
     sampling: Sampling
     seed: int
     images: tuple[str, ...] = ()
+    routes_from: int = 0
 
     def __post_init__(self) -> None:
         self.pending = [PendingCompletion(self, index, self.seed + index) for index in range(self.num_completions)]
@@ -196,6 +197,7 @@ class Engine(ABC, Generic[R]):
         sampling: Sampling,
         seed: int,
         images: tuple[str, ...] = (),
+        routes_from: int = 0,
     ) -> AsyncIterator[Completion]:
         """Sample `num_completions` completions of `prompt` (token ids); yield each as soon as it is complete, in any order.
 
@@ -204,6 +206,7 @@ class Engine(ABC, Generic[R]):
 
         Args:
             images: digests as in `types.Prompt`.
+            routes_from: first token of the prompt whose experts are returned, if the engine records any.
         Raises:
             RequestError: this request was refused or failed; others continue.
             EngineError: the engine failed.
@@ -213,7 +216,7 @@ class Engine(ABC, Generic[R]):
             raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
         if request_id in self._requests:
             raise EngineError(f"request {request_id} is already in flight")
-        request = self.request_type(request_id, prompt, num_completions, sampling, seed, images)
+        request = self.request_type(request_id, prompt, num_completions, sampling, seed, images, routes_from)
         check_request(request, vocab_size=self.vocab_size, max_context=self.max_context)
         self._requests[request_id] = request
         self._begin(request)

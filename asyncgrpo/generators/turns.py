@@ -83,7 +83,9 @@ class Transcript:
         room = self.room if max_tokens is None else min(self.room, max_tokens)
         sampling, context = msgspec.structs.replace(self._sampling, max_tokens=room), tuple(self.context)
         seed = self._seed + len(self.turns) * TURN_STRIDE
-        (turn,) = [one async for one in engine.generate(self.turn_id, context, 1, sampling, seed)]
+        known = sum(map(len, self._routes()))
+        turns = engine.generate(self.turn_id, context, 1, sampling, seed, routes_from=known)
+        (turn,) = [one async for one in turns]
         self.turns.append(turn)
         for span in turn.spans:
             start, end = span.start + self._sampled, span.end + self._sampled
@@ -113,8 +115,12 @@ class Transcript:
             finish_reason=reason,
             observations=tuple(self._observations),
             kept=self._kept(),
-            routes=next((turn.routes for turn in reversed(self.turns) if turn.routes is not None), None),
+            routes=np.concatenate(routes) if (routes := self._routes()) else None,
         )
+
+    def _routes(self) -> list[np.ndarray]:
+        """Return the recorded experts, in order: a turn has those of the tokens that no earlier one has."""
+        return [turn.routes for turn in self.turns if turn.routes is not None]
 
     def _kept(self) -> KeptTokens | None:
         kept = [turn.kept for turn in self.turns if len(turn.token_ids)]

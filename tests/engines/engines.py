@@ -82,12 +82,21 @@ class Rig:
         return version
 
     async def sample(
-        self, prompt: tuple[int, ...], num_completions: int = 1, *, seed: int = 0, request_id: str = "", **knobs: Any
+        self,
+        prompt: tuple[int, ...],
+        num_completions: int = 1,
+        *,
+        seed: int = 0,
+        request_id: str = "",
+        routes_from: int = 0,
+        **knobs: Any,
     ) -> list[Completion]:
         """All completions of one request, in the order in which they came."""
         self._requests += 1
         request_id = request_id or f"request-{self._requests}"
-        completions = self.engine.generate(request_id, prompt, num_completions, Sampling(**knobs), seed)
+        completions = self.engine.generate(
+            request_id, prompt, num_completions, Sampling(**knobs), seed, (), routes_from
+        )
         return [completion async for completion in completions]
 
     def logits(self, token_ids: list[int], version: PolicyVersion) -> Tensor:

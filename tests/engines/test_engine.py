@@ -272,12 +272,14 @@ def test_log_probs_are_those_over_the_tokens_that_were_kept(choosing_rig: Rig, s
                 assert dropped <= 0.1 + 1e-4
 
 
-def test_routes_are_the_experts_that_transformers_takes(choosing_rig: Rig) -> None:
-    for completion in choosing_rig.run(choosing_rig.sample(PROMPT, 3, max_tokens=12)):
+@pytest.mark.parametrize("start", [0, 3])
+def test_routes_are_the_experts_that_transformers_takes(choosing_rig: Rig, start: int) -> None:
+    for completion in choosing_rig.run(choosing_rig.sample(PROMPT, 3, routes_from=start, max_tokens=12)):
         assert completion.kept is None
         _, experts = forward(choosing_rig, completion)
-        assert completion.routes.shape == (len(PROMPT) + len(completion.token_ids) - 1, 3, 2)
-        assert np.array_equal(np.sort(completion.routes[:, 1:], -1), np.sort(experts, -1)), "the first layer is dense"
+        assert completion.routes.shape == (len(PROMPT) + len(completion.token_ids) - 1 - start, 3, 2)
+        chosen = np.sort(completion.routes[:, 1:], -1)
+        assert np.array_equal(chosen, np.sort(experts[start:], -1)), "the first layer is dense"
 
 
 # --- weights

@@ -39,10 +39,17 @@ class Scripted:
         self.gate = asyncio.Event()
         self.gate.set()
         self.refuses_turn: int | None = None
+        self.records_routes, self.unrecorded_turn, self.sent_routes = False, -1, 0
         self.aborted: set[str] = set()
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        num_completions: int,
+        sampling: Sampling,
+        seed: int,
+        routes_from: int = 0,
     ) -> AsyncIterator[Completion]:
         assert num_completions == 1
         turn = int(request_id.rpartition(".")[2])
@@ -52,12 +59,17 @@ class Scripted:
         await self.gate.wait()
         ids = [*map(ord, self.texts[turn]), END][: sampling.max_tokens]
         reason = "abort" if request_id in self.aborted else "stop" if ids[-1] == END and not self.cut else "length"
+        routes = None
+        if self.records_routes and turn != self.unrecorded_turn:
+            routes = np.arange(routes_from, len(prompt) + len(ids) - 1, dtype=np.int16)[:, None, None]
+            self.sent_routes += len(routes)
         yield Completion(
             0,
             np.array(ids, np.int32),
             np.full(len(ids), -1.0, np.float32),
             (VersionSpan(self.version, 0, len(ids)),),
             reason,
+            routes=routes,
         )
 
     async def abort(self, request_id: str) -> None:
@@ -235,7 +247,7 @@ async def test_a_refused_first_turn_refuses_the_request_and_a_later_one_ends_its
 
 async def test_an_engine_that_fails_ends_every_episode():
     class Failing(Scripted):
-        async def generate(self, *arguments):
+        async def generate(self, *arguments, **named):
             raise EngineError("gone")
             yield
 
@@ -243,6 +255,15 @@ async def test_an_engine_that_fails_ends_every_episode():
     with pytest.raises(EngineError, match="gone"):
         await play(Failing(), environment, count=3)
     assert environment.closed == 3
+
+
+@pytest.mark.parametrize("unrecorded_turn", [-1, 1])
+async def test_each_turn_sends_the_experts_of_the_tokens_that_are_new(unrecorded_turn):
+    engine = Scripted("ab", "c", "d")
+    engine.records_routes, engine.unrecorded_turn = True, unrecorded_turn
+    (one,) = await play(engine, Echo(3))
+    assert one.routes.flatten().tolist() == list(range(3 + len(one.all_token_ids) - 1))
+    assert engine.sent_routes == len(one.routes)
 
 
 @pytest.mark.parametrize("scores", [True, False])

@@ -285,6 +285,7 @@ class SGLangEngine(Engine[SGLangRequest]):
             return_sampling_mask=is_filtered,
             sampling_logprobs_mode="selected" if is_filtered else None,
             return_routed_experts=self.options.records_routes,
+            routed_experts_start_len=request.routes_from,
         )
         for index, output in enumerate(outputs):
             self._spawn(request, self._receive(request, index, output))
