@@ -161,12 +161,12 @@ class Load:
         self._at_s: float | None = None
 
     def note(self, now_s: float, *, in_flight: int, places: int, in_touch: int) -> None:
-        """Set the load at `now_s`. The load before it counts for the time since the last call."""
-        self._load = {"in_flight": in_flight, "places": places, "in_touch": in_touch}
+        """Set the load from `now_s` on. The load before it counts for the time since the last call."""
         elapsed_s = now_s - self._at_s if self._at_s is not None else 0.0
         for name, load in self._load.items():
             self._seconds[name] += load * elapsed_s
         self._elapsed_s += elapsed_s
+        self._load = {"in_flight": in_flight, "places": places, "in_touch": in_touch}
         self._at_s = now_s
         metrics.generator_places.set(places)
 

@@ -189,6 +189,12 @@ class BufferService:
         except DataError as error:
             self._failure = error
             self._drain(str(error), is_failure=True)
+        self._load.note(
+            now_s,
+            in_flight=self._buffer.num_sampled,
+            places=sum(session.window for session in self._sessions.values()),
+            in_touch=len(self._sessions),
+        )
         if self._finished:  # after the last message, which may be a group
             self._journal.close()
             for session in self._sessions.values():
@@ -214,12 +220,6 @@ class BufferService:
         self._expire_leases(self._caught_up_s)
         self._reassign_leases_of_silent(now_s)
         self._show_metrics(now_s)
-        self._load.note(
-            now_s,
-            in_flight=self._buffer.num_sampled,
-            places=sum(session.window for session in self._sessions.values()),
-            in_touch=len(self._sessions),
-        )
         for fields in self._buffer.prompts.rounds_begun():
             self._emit("curriculum", **fields)
 

@@ -78,6 +78,15 @@ def test_a_batch_tells_how_many_groups_were_in_flight_on_average_since_the_one_b
     assert abs(take(served, 1)["now_in_flight"] - 4) < 0.2, "what was before the last batch does not count again"
 
 
+def test_a_place_that_is_filled_again_at_once_counts_as_taken():
+    served = begun(max_lag=3, generators=0)
+    served.join("0", window=1)
+    for _ in range(4):
+        served.now_s += 0.2
+        answer(served, 1)
+    assert abs(take(served)["now_in_flight"] - 1.0) < 0.2
+
+
 def test_a_batch_tells_what_the_generators_did_since_the_one_before():
     served = begun(max_lag=3, generators=0)
 
