@@ -451,7 +451,6 @@ class LoopProgress:
         self._ticked_s: float | None = None
 
     def tick(self) -> None:
-        """Note an iteration of the loop."""
         self._ticked_s = time.monotonic()
 
     @property
@@ -471,7 +470,6 @@ MISSED_FOR_S = 86400.0
 
 
 def targets_path(run_dir: Path) -> Path:
-    """Return the path of the file with the targets of this run."""
     run_dir = Path(run_dir).absolute()
     return run_dir.parent / "prometheus" / f"{run_dir.name}.json"
 

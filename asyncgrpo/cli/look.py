@@ -106,7 +106,6 @@ def top(runs: RunsArgument = None) -> None:
 
 
 def panels(looks: "Sequence[Look]") -> "Group":
-    """Refresh the runs, and return a panel of each."""
     from rich.console import Group
 
     from asyncgrpo.recording.screen import panel
@@ -377,7 +376,6 @@ def replay(
 
 
 def _replayed(timeline: "Timeline", changes: list[str]) -> str:
-    """Describe the steps to replay, and the changes."""
     steps = list(timeline.steps)
     groups = counted(sum(len(step.groups) for step in steps), "group")
     text = f"{timeline.run}: steps {steps[0].number} to {steps[-1].number} of {counted(len(timeline.legs), 'start')}, "

@@ -30,7 +30,6 @@ def example(arguments: str) -> str:
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """Print one JSON value. `indent=None` prints it on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False, indent=indent, default=str))
 
 

@@ -103,7 +103,6 @@ def plan(
 
 
 def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, as_json: bool) -> None:
-    """Print the splits of a run, and the advice."""
     from asyncgrpo.planner.plan import pace_of_run
     from asyncgrpo.recording.advice import splits
 

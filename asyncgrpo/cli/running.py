@@ -372,7 +372,6 @@ def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str]:
 
 @contextmanager
 def _screen(events: Path, console: "Console") -> Iterator[None]:
-    """Show the progress of the run from its events."""
     from asyncgrpo.recording.events import Follower
     from asyncgrpo.recording.screen import watch
 

@@ -207,7 +207,6 @@ def _best_engine() -> str:
 
 
 def _make(folder: Path, seed: int, *, has_teacher: bool = False) -> None:
-    """Create the model and the task of the demo, and its teacher."""
     from asyncgrpo.data.demo import make_demo_model, make_demo_teacher, write_demo_task
 
     data = folder / "data"

@@ -142,7 +142,6 @@ class Chaos:
         return self._reached[1] > (step if core.setup.lineage == lineage else core.first_step)
 
     def _next(self) -> str:
-        """Return kind and actor of the next fault."""
         if self._plan.faults:
             return self._faults.pop(0)
         may_lose_core = self._core_faults + 1 < liveness.FAILED_STARTS
@@ -195,7 +194,6 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _limit_files(pids: Iterable[int], num_bytes: int) -> None:
-    """Limit the file size of these processes, bytes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)

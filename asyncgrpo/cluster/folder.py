@@ -73,7 +73,6 @@ class RunFolder:
             return True
 
     def release(self) -> None:
-        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -111,7 +110,6 @@ class RunFolder:
         return lineage
 
     def checkpoint(self) -> Path | None:
-        """Return the newest checkpoint."""
         return Checkpoints(self.path, keep=1).latest()
 
     def status(self) -> str:
@@ -235,7 +233,6 @@ def changes(before: Settings, now: Settings) -> list[Change]:
 
 
 def _change(key: str, before: Settings, now: Settings) -> Change | None:
-    """Return the change of a setting; None if it did not change."""
     then, here, refusal = before.sources.get(key), now.sources.get(key), REFUSED.get(key, "")
     if then is None or here is None:
         then_value = before.values.get(key, _plain(knobs()[key].default))
@@ -281,7 +278,6 @@ class Standing:
     """A sentence about missing records of the previous start; empty: none are missing."""
 
     def lines(self, out: str) -> list[str]:
-        """Return the lines to print at the start of the run."""
         if self.is_new:
             return []
         if self.checkpoint is not None:

@@ -167,7 +167,6 @@ class Watch:
         return self.heartbeat(name, incarnation).loop_age_s is not None
 
     def status(self, name: str, incarnation: str, *, restarts: int = 0, is_leaving: bool = False) -> ProcessStatus:
-        """Return the status of a process."""
         state: ProcessState = "working" if self.has_begun(name, incarnation) else "starting"
         state = "leaving" if is_leaving else state
         if (known := self._of(name, incarnation)) is None:
@@ -184,7 +183,6 @@ class Watch:
         return known if known is not None and known.heartbeat.incarnation == incarnation else None
 
     def names(self, role: str) -> list[str]:
-        """Return the names of a role's processes that have sent heartbeats."""
         return [name for name in self._processes if name.startswith(role)]
 
     def pids(self, *roles: str) -> list[int]:

@@ -364,7 +364,6 @@ def cluster_gpus() -> int:
 
 
 def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
-    """Return the number of GPUs that a run needs."""
     generators = config.generators
     on_gpus = (config.learner.ranks * learner_on_gpu, generators.gpus_each * generators.count)
     return (max(on_gpus) if config.cluster.share_gpu else sum(on_gpus)) + config.teacher_gpus
@@ -429,7 +428,6 @@ class Placement:
         return {node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in nodes}
 
     def learner(self, rank: int) -> dict[str, Any]:
-        """Return the Ray options of a learner rank."""
         return self._options(self._group, rank, self._learner)
 
     def generator(self, index: int) -> dict[str, Any]:
@@ -441,7 +439,6 @@ class Placement:
         return self._options(self._added[index], 0, self._generator)
 
     def teacher(self, index: int) -> dict[str, Any]:
-        """Return the Ray options of a teacher that the run starts."""
         return self._options(self._group, self._first_teacher + index, self._teacher)
 
     def release_generator(self, index: int) -> None:
@@ -476,7 +473,6 @@ class Placement:
         return counts | {"max_restarts": 0, "scheduling_strategy": strategy}
 
     def close(self) -> None:
-        """Release all bundles."""
         for index in list(self._added):
             self.release_generator(index)
         if self._group is not None:

@@ -292,7 +292,6 @@ class Run:
             log.error("no last checkpoint: %s", trouble)
 
     def _record_loss(self, loss: ProcessLost, count: int) -> None:
-        """Log and count a lost core."""
         actor, _, reason = str(loss).partition(": ")
         text = "%s is lost (%s); buffer and learner restart from the last checkpoint"
         log.warning(text, actor, reason, exc_info=loss.__cause__ if loss.is_error else None)

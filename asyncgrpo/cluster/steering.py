@@ -109,7 +109,6 @@ class Steering:
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Return the latest status of the run."""
         return self._status
 
     def carry_out(self, command: Command) -> str:
@@ -148,7 +147,6 @@ class Steering:
             reply()  # now the status has what the command changed
 
     def draining(self) -> None:
-        """Note that the run drains."""
         self._is_draining, self._advice = True, ()
 
     def has_trained(self) -> None:

@@ -185,7 +185,6 @@ def explain(key: str | None = None) -> str:
 
 
 def default_of(knob: Knob, required: str) -> str:
-    """Return the default of a key in words; `required` if it has none."""
     return required if knob.required else value_in_words(knob.default)
 
 

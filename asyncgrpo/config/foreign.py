@@ -348,7 +348,6 @@ class Translation(NamedTuple):
     """A configuration of another system in our keys."""
 
     system: str
-    """Its name."""
     ours: dict[str, Any]
     rows: list[TranslatedKey]
     """Its keys that are known here."""

@@ -146,7 +146,6 @@ def _applied(entry: Entry, value: Any, given: Given) -> Translated:
 
 
 def merged(rows: Iterable[TranslatedKey]) -> dict[str, Any]:
-    """Our keys and their values, of all rows together."""
     return {key: value for row in rows for key, value in row.ours.items()}
 
 

@@ -47,7 +47,6 @@ class Layer(NamedTuple):
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the files in `configs/`."""
     return sorted(file.stem for file in _shipped_folder().glob("*.yaml"))
 
 
@@ -62,7 +61,6 @@ def algorithm_file(name: str) -> Path:
 
 
 def algorithm_names() -> list[str]:
-    """Return the names that `algorithm_file` takes."""
     return sorted(file.stem for file in (_shipped_folder() / ALGORITHMS).glob("*.yaml"))
 
 

@@ -131,7 +131,6 @@ class DataConfig(Section, frozen=True):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Entries of `train`."""
         return (self.train,) if isinstance(self.train, str) else self.train
 
     @property
@@ -599,7 +598,6 @@ class LearnerConfig(Section, frozen=True):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of one step."""
         return self.minibatches * self.ppo_epochs
 
 

@@ -146,7 +146,6 @@ T = TypeVar("T")
 
 FILE = "control.json"
 REPLY_S = 25.0
-"""Deadline of a reply."""
 COMMAND_S = 70.0
 """Deadline of a command: longer than the API itself waits for the driver."""
 
@@ -220,7 +219,6 @@ class RunClient:
         return f"{self._address.url}/#token={self._address.token}"
 
     def status(self) -> Status:
-        """Return its status."""
         return self._ask("/api/status", Status)
 
     def problems(self) -> list[Problem]:
@@ -243,7 +241,6 @@ class RunClient:
             raise RunNotAlive(self._silence(problem)) from None
 
     def _silence(self, problem: Exception) -> str:
-        """Return the reason for no reply."""
         address = self._address
         if not address.is_of_this_machine:
             return f"{self.run_dir} belongs to a run on {address.host}: give the command there"
@@ -302,7 +299,6 @@ class Look:
     """Snapshot of a run's state, refreshed again and again."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Ask nothing yet."""
         self.run_dir = run_dir
         self.status: Status | None = None
         """The last reply of the driver; None: it has never replied."""
@@ -313,7 +309,6 @@ class Look:
         self._follower = Follower(run_dir / "metrics.jsonl", NEWEST_BYTES)
 
     def refresh(self) -> None:
-        """Ask the driver, and read new events."""
         try:
             client = RunClient(self.run_dir)
             self.status, self.problems, self.silence = client.status(), client.problems(), ""
@@ -324,19 +319,16 @@ class Look:
 
     @property
     def name(self) -> str:
-        """The name of the run."""
         return self.status.run if self.status is not None else self.run_dir.name
 
     @property
     def position(self) -> str:
-        """Steps done, of how many."""
         if self.status is None:
             return position(self.progress.step, self.progress.total_steps)
         return position(self.status.step, self.status.steps)
 
     @property
     def state(self) -> str:
-        """State of the run, in a word."""
         return "no reply" if self.silence or self.status is None else self.status.state
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -352,12 +344,10 @@ class Look:
             yield from figures(self.progress)
 
     def advice(self) -> Iterator[str]:
-        """Yield each piece of advice, with the command that follows it."""
         for piece in self.status.advice if self.status is not None else ():
             yield piece.sentence + (f": asyncgrpo {piece.command} {self.run_dir}" if piece.command else "")
 
     def warnings(self) -> Iterator[str]:
-        """Yield each problem, with its page."""
         if self.silence:
             yield self.silence
         for problem in self.problems:

@@ -351,7 +351,6 @@ def rendered(
 
 
 def prompt_of(prompt_id: str, record: Record, token_ids: tuple[int, ...] = (), images: tuple[str, ...] = ()) -> Prompt:
-    """Return the prompt of a row."""
     text, turns = (record.prompt, ()) if isinstance(record.prompt, str) else ("", tuple(record.prompt))
     return Prompt(
         prompt_id=prompt_id,
@@ -366,7 +365,6 @@ def prompt_of(prompt_id: str, record: Record, token_ids: tuple[int, ...] = (), i
 
 
 def fingerprint_of(prompts: Iterable[Prompt], of_sources: str = "") -> str:
-    """Return a digest of the prompts' ids and tokens."""
     digest = xxhash.xxh3_128(of_sources.encode())
     for prompt in prompts:
         digest.update(f"{prompt.prompt_id} {prompt.token_ids}{''.join(prompt.images)}".encode())
@@ -444,7 +442,6 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
 
 
 def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
-    """Return the error for a source whose `count` prompts are all too long."""
     limit = f"data.max_prompt_tokens ({config.max_prompt_tokens})"
     return DataError(f"{source}: all {count} prompts are longer than {limit}; the longest has {longest}")
 

@@ -287,7 +287,6 @@ def make_tasks(name: str, parameters: tuple[tuple[str, str], ...]) -> tuple[dict
 
 
 def gym_version() -> str:
-    """Return the installed release of reasoning-gym."""
     return importlib.metadata.version("reasoning-gym")
 
 

@@ -68,7 +68,6 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     base_url: str
     api_key: str
     model: str
-    """Its name."""
 
 
 # -- what code of a user takes -----------------------------------------------------------------------------------------

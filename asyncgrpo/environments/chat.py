@@ -183,7 +183,6 @@ def message_of(text: str, *, has_tools: bool) -> Message:
 
 
 def reply_of(turn: ChatTurn, model: str) -> dict[str, Any]:
-    """The reply as OpenAI's JSON."""
     message = turn.message | ({"content": turn.message["content"] or None} if "tool_calls" in turn.message else {})
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
@@ -235,11 +234,9 @@ class Gateway:
         return Access(base_url=f"http://127.0.0.1:{port}/{key}/v1", api_key=key, model=self._model)
 
     def end(self, access: Access) -> None:
-        """Close an address."""
         del self._episodes[access.api_key]
 
     async def close(self) -> None:
-        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 

@@ -254,7 +254,6 @@ class Hosted:
         self._starting = asyncio.Lock()
 
     def episode(self, task: Task) -> "_HostedEpisode":
-        """Return an episode for one completion."""
         return _HostedEpisode(self, task)
 
     async def run(self, task: Task, access: Access) -> Score | None:
@@ -289,7 +288,6 @@ class Hosted:
             return fewest
 
     async def close(self) -> None:
-        """End every process."""
         for process in self._processes:
             await process.guest.kill()
 

@@ -52,13 +52,11 @@ class OpenEnv:
         return _Session(self, task)
 
     async def connect(self) -> aiohttp.ClientWebSocketResponse:
-        """A new session."""
         if self._http is None:  # here, because it belongs to the event loop
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         return await self._http.ws_connect(f"{self.url}/ws", max_msg_size=_LARGEST)
 
     async def close(self) -> None:
-        """End every session."""
         if self._http is not None:
             await self._http.close()
 
@@ -83,7 +81,6 @@ class _Session:
         raise AssertionError
 
     async def step(self, text: str) -> Reply:
-        """Return the reply to a turn of the model."""
         field = self._of.text_field
         try:
             action = {field: text} if field is not None else msgspec.json.decode(text, type=dict[str, Any])
@@ -96,7 +93,6 @@ class _Session:
         return Reply(messages=({"role": "user", "content": f"error: {problem}"},), reward=0.0)
 
     async def close(self) -> None:
-        """End the session."""
         if self._socket is not None and not self._socket.closed:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 await self._socket.send_str('{"type": "close"}')

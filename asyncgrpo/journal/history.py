@@ -232,7 +232,6 @@ SUFFIX = ".journal"
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """Return the file of the segment with this number."""
     return folder / f"{number:08d}{SUFFIX}"
 
 
@@ -264,7 +263,6 @@ class Segment:
 
     @property
     def damage_messages(self) -> list[str]:
-        """One sentence per damaged place."""
         return [
             f"{self.path}, offset {damage.offset}: {damage.end - damage.offset} bytes without a record"
             for damage in self.damage
@@ -283,7 +281,6 @@ class History:
 
     @cached_property
     def starts(self) -> dict[int, RunStarted]:
-        """Starts of the run by lineage."""
         return {found.record.lineage: found.record for found in self.found if isinstance(found.record, RunStarted)}
 
     @property
@@ -332,7 +329,6 @@ def surviving_path(starts: Mapping[int, RunStarted], checkpoint: PolicyVersion |
 
 
 def is_on(path: Mapping[int, int], version: PolicyVersion) -> bool:
-    """Return True if these weights are on the path."""
     return version.number <= path.get(version.lineage, -1)
 
 
@@ -451,7 +447,6 @@ def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
 
 
 def read_segment(path: Path, is_last: bool = False) -> Segment:
-    """Read one segment. Raises OSError."""
     segment, lineage = Segment(int(path.stem), path, path.stat().st_size), 0
     with _mapped(path) as data:
         for item in scan(data):

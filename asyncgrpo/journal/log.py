@@ -167,7 +167,6 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """File of the current segment."""
         return segment_path(self._folder, self._number)
 
     def append(self, record: JournalRecord, body: Sequence[Buffer] = ()) -> None:
@@ -308,7 +307,6 @@ class Journal:
                 self._issued = [issued for issued in self._issued if issued.step > step]
 
     def _note_settled(self) -> None:
-        """Note the segments whose groups are all settled."""
         if not self._keep:
             self._settled = deque(sorted(self._with_bodies - set(self._unsettled.values()) - {self._number}))
 

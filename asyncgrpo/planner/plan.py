@@ -137,7 +137,6 @@ class DecodeCurve(_Line, frozen=True, kw_only=True, rename={"each_s": "per_compl
         return 3 * self.base_s / self.each_s if self.each_s else float("inf")
 
     def is_near(self, running: float) -> bool:
-        """Return True if the curve was measured at about this load."""
         loads = [load for load, _ in self.measured]
         return not loads or min(loads) / NEAR <= running <= max(loads) * NEAR
 
@@ -233,7 +232,6 @@ class Profile(Section, frozen=True, kw_only=True):
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile as JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
 
 
@@ -273,7 +271,6 @@ class Split:
 
     @property
     def settings(self) -> dict[str, int]:
-        """Values of the settings of a run with this split."""
         return {
             "generators.count": self.generators,
             "learner.ranks": self.ranks,
@@ -303,7 +300,6 @@ class Prediction:
 
 
 def predict(profile: Profile, split: Split) -> Prediction:
-    """Return the expected step of a split."""
     return _synchronous(profile, split) if split.max_lag == 0 else _asynchronous(profile, split)
 
 
@@ -484,7 +480,6 @@ class Option:
 
     @property
     def flags(self) -> list[str]:
-        """The settings of the split."""
         return [f"{key}={value}" for key, value in self.split.settings.items()]
 
 

@@ -186,7 +186,6 @@ def learner_points(steps: Sequence[Event], profile: Profile) -> list[tuple[float
 
 
 def _hardware(config: Config) -> str:
-    """Return the name of the GPU here, or of the machine."""
     import torch
 
     if config.generators.gpus_each and torch.cuda.is_available():

@@ -45,7 +45,6 @@ class Kind:
 
     @property
     def needed(self) -> frozenset[str]:
-        """Names of the fields that every event of this kind has."""
         return frozenset(name for name, field in self.fields.items() if field.is_needed)
 
     @cached_property

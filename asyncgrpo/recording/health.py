@@ -56,7 +56,6 @@ class View:
 
     @property
     def steps(self) -> list[Event]:
-        """The last `RECENT` steps."""
         return self.progress.steps[-RECENT:]
 
     def newest(self, *kinds: str, within_s: float = float("inf")) -> Iterator[Event]:
@@ -117,7 +116,6 @@ def _problems(view: View, limit: Callable[[Condition], float | None]) -> Iterato
 
 
 def limit_of(name: str) -> float:
-    """Return the limit of a condition."""
     return next(c.limit for c in CONDITIONS if c.name == name)
 
 

@@ -122,7 +122,6 @@ class Pace:
     groups: float
     """Trained groups."""
     reward: float | None
-    """Mean reward."""
     no_signal: float
     """Share of the trained groups without signal, 0 to 1."""
     filtered: float

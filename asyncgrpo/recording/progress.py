@@ -79,7 +79,6 @@ class Progress:
     generated_before: int = 0
     """Tokens generated before this start."""
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_REWARDS))
-    """Mean rewards of the newest steps."""
     first_rewards: list[float] = field(default_factory=list)
     """Mean rewards of the first five steps."""
     first_kl: float | None = None
@@ -115,7 +114,6 @@ class Progress:
     end: Event | None = None
     """`end` event of the current start."""
     totals: Totals = field(default_factory=Totals)
-    """Of all steps."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups by reason."""
     filtered: Counter[str] = field(default_factory=Counter)
@@ -125,7 +123,6 @@ class Progress:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Progress":
-        """Return the state after `events`."""
         progress = cls()
         for event in events:
             progress.update(event)
@@ -227,7 +224,6 @@ class Progress:
 
     @property
     def recent(self) -> Totals:
-        """Sums over the last `RECENT` steps."""
         return Totals.of(self.steps[-RECENT:])
 
     @property
@@ -254,7 +250,6 @@ class Progress:
 
     @property
     def last_rewards(self) -> list[float]:
-        """Mean rewards of the last five steps."""
         return list(self.rewards)[-_ENDS:]
 
     @property
@@ -289,7 +284,6 @@ def _step_of(event: Event) -> int:
 
 
 def lags_of(step: Event) -> dict[int, int]:
-    """Return the trained groups of a step by lag."""
     return {int(lag): groups for lag, groups in (step.get("lags") or {}).items()}
 
 

@@ -63,7 +63,6 @@ class Sample:
 
 @cache
 def schema() -> "pa.Schema":
-    """Return the columns of a file."""
     import pyarrow as pa  # only here and below: the driver reads samples only on request
 
     types: dict[Any, pa.DataType] = {

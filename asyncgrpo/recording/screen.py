@@ -210,7 +210,6 @@ _ACTIVITIES = {
 
 
 def summary(progress: Progress) -> str:
-    """Return the summary of a run: aligned lines."""
     rows = list(_rows(progress))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)

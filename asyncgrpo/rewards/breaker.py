@@ -129,7 +129,6 @@ class Breaker(Reward):
             self._note_failed(failures[-1])
 
     async def close(self) -> None:
-        """End every worker process."""
         if self._check is not None:
             self._check.cancel()
         await self._reward.close()

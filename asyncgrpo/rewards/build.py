@@ -129,7 +129,6 @@ class CombinedReward(Reward):
             one.reward.check_sources(sources)
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
         given: list[dict[str, Score]] = [{} for _ in completions]  # by name of the reward, in their order
         left = list(range(len(completions)))
         for some in self._rounds[self._how]:

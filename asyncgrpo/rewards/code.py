@@ -96,7 +96,6 @@ class LocalRunner:
         self._is_isolated = why is None
 
     async def run(self, program: Program) -> Ran:
-        """Run a program. See `Runner`."""
         if program.language != "python":
             return Ran(problem=f"{program.language} runs only in Sandbox Fusion (reward.code.url)")
         if self._is_isolated:
@@ -198,7 +197,6 @@ class FusionRunner:
         )
 
     async def run(self, program: Program) -> Ran:
-        """Run a program. See `Runner`."""
         body = {"code": program.code, "language": program.language, "stdin": program.stdin} | self._limits
         reply = await self._service.ask_for(_FusionReply, body, otherwise="the reply is not one of Sandbox Fusion")
         compiled, run = reply.compile_result, reply.run_result
@@ -494,7 +492,6 @@ class CodeReward(Reward):
         log.warning("reward.code.unsafe: code of the model runs as your user, with your files and your network")
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
         if (service := self._service) is None:
             return await self._here.score(prompt, completions)
 

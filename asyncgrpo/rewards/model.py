@@ -98,7 +98,6 @@ class JudgeReward(Reward):
         check_service(self._service.url, "reward.judge.url")
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
         return await each_in_turn(self._turn, partial(self._score_one, prompt), completions)
 
     async def _score_one(self, prompt: Prompt, completion: Sampled) -> Score:
@@ -174,7 +173,6 @@ def _end_of(text: str) -> str:
 # -- the reward model --------------------------------------------------------------------------------------------------
 
 LOAD_TIMEOUT_S = 900.0
-"""Deadline of loading the model."""
 BATCH_SIZE = 16
 """Completions that the model runs at once."""
 
@@ -272,7 +270,6 @@ class ServedModelReward(Reward):
         check_service(self._service.url, "reward.model.url")
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
         started = time.perf_counter()
         call = call_of(prompt, completions, is_group=True)
         sequences = await asyncio.to_thread(sequences_of, self._tokenizer, call)
@@ -319,7 +316,6 @@ class SequenceScorer:
         self._device, self._longest = device, positions_of(model.config)
 
     def __call__(self, call: Call) -> list[Score | float]:
-        """The score of each completion of a group."""
         sequences = sequences_of(self._tokenizer, call)
         scores: list[Score | float] = [too_long(ids, self._longest) for ids in sequences]
         fit = [i for i, ids in enumerate(sequences) if len(ids) <= self._longest]

@@ -52,7 +52,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def completion_text(self) -> str:
-        """The text of the only completion."""
         (text,) = self.completions
         return text
 
@@ -158,7 +157,6 @@ class PoolReward(Reward):
         self._closed = False
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
         if self.takes_groups:
             return await self.call(call_of(prompt, completions, is_group=True))
         replies = await asyncio.gather(*(self.call(call_of(prompt, [one])) for one in completions))
@@ -257,7 +255,6 @@ def _count(change: int) -> None:
 
 
 def call_of(prompt: Prompt, completions: Sequence[Sampled], *, is_group: bool = False) -> Call:
-    """Return the call to a worker that scores these completions of this prompt."""
     return Call(
         prompt=msgspec.structs.replace(prompt, token_ids=()),
         completions=tuple(one.text for one in completions),

@@ -277,7 +277,6 @@ class RuleReward(Reward):
                 check_gym_source(source, is_unsafe_allowed=self._config.code.unsafe)
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
         if self._name in SHAPE_RULES:
             shape_rule = SHAPE_RULES[self._name]
             return [_timed(shape_rule, one) for one in completions]

@@ -257,7 +257,6 @@ class TaughtReward(Reward):
         self._group_size, self.owns = group_size, (reward, *teachers.values())
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
         given: list[Score | None] = [getattr(one.completion, "score", None) for one in completions]
         rest = [one for one, score in zip(completions, given, strict=True) if score is None]
         found, *taught = await asyncio.gather(

@@ -71,7 +71,6 @@ class _Manifest(msgspec.Struct):
 
     @property
     def lags(self) -> Counter[int]:
-        """Groups by lag in optimizer steps."""
         return Counter(self.version.number - group.oldest.number for group in self.groups)
 
 

@@ -91,7 +91,6 @@ class Timeline:
 
     @property
     def steps(self) -> Iterator[PlannedStep]:
-        """Steps of all legs, in order."""
         for leg in self.legs:
             yield from leg.steps
 

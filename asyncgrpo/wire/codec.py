@@ -48,7 +48,6 @@ Kinds = Mapping[str, type[Message]]
 
 
 def kinds_of(union: UnionType) -> Kinds:
-    """Return the message kinds of a union."""
     return {kind.__name__: kind for kind in get_args(union)}
 
 
@@ -119,7 +118,6 @@ SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rol
 
 
 def pack_group(group: Group) -> tuple[Deliver, bytes]:
-    """Pack a group into message and payload."""
     sampled: list[Any] = []  # arrays: `join` copies their bytes once
     observed: list[Any] = []
     chosen: list[Any] = []

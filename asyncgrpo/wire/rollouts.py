@@ -72,9 +72,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     observed: tuple[tuple[Count, Count], ...] = ()
     """Per observation: number of sampled tokens before it, and number of its tokens."""
     text: str = ""
-    """As in `Rollout`."""
     sampled_text: str = ""
-    """As in `Rollout`."""
     kept: Count = 0
     """Ids of all `KeptTokens`; 0: they are not recorded."""
     routes: tuple[Count, Count, Count] = (0, 0, 0)
@@ -88,7 +86,6 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def num_observed(self) -> int:
-        """Tokens of all observations."""
         return sum(size for _, size in self.observed)
 
     @property
@@ -123,12 +120,10 @@ class Deliver(Message):
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens of all completions."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
 
     @property
     def num_observed(self) -> int:
-        """Tokens of all observations of all completions."""
         return sum(rollout.num_observed for rollout in self.rollouts)
 
     @property

@@ -54,7 +54,6 @@ class Keys:
 
     @staticmethod
     def make() -> "Keys":
-        """Make fresh keys for one run."""
         return Keys(*zmq.curve_keypair(), *zmq.curve_keypair())
 
 

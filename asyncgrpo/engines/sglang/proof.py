@@ -128,7 +128,6 @@ def trace(model: nn.Module, published: Iterable[Published]) -> tuple[list[Part],
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a model by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
@@ -202,7 +201,6 @@ class Source(Tensor):
     at: Tensor
     """The same view, on torch's meta device."""
     published: str
-    """Its name."""
     tracer: "_Tracer"
 
     @staticmethod
@@ -257,7 +255,6 @@ class _Tracer:
         self._lock = threading.Lock()
 
     def load(self, infos: Iterable[Published]) -> None:
-        """Have the model load all of these."""
         self._model.load_weights([(name, self._source(name, dtype, shape)) for name, dtype, shape in infos])  # type: ignore[operator]
 
     def _source(self, name: str, dtype: str, shape: Shape) -> Source:
@@ -420,7 +417,6 @@ class Held:
         return written
 
     def _digests(self, name: str, parameter: Tensor) -> dict[str, str]:
-        """Return the digest of each part of a parameter."""
         digests: dict[str, str] = {}
         for numbers in self._stacks[name]:
             some, parameter = [self.parts[number] for number in numbers], parameter.detach()
