@@ -30,7 +30,7 @@ import msgspec
 
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError, WireError
-from asyncgrpo.host import entries, refused_as
+from asyncgrpo.host import entries, refused_as, sync
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.codec import DIGEST_BYTES, Buffer, decode, digest_of, encode
 from asyncgrpo.wire.rollouts import Deliver
@@ -483,6 +483,5 @@ def repair(history: History) -> None:
 
 def cut(path: Path, num_bytes: int) -> None:
     """Truncate a file to `num_bytes` and sync it, so that a crash does not restore the rest. Raises OSError."""
-    with open(path, "r+b") as file:
-        file.truncate(num_bytes)
-        os.fsync(file.fileno())
+    os.truncate(path, num_bytes)
+    sync(path)

@@ -322,9 +322,8 @@ class EventLog:
     def sync(self) -> int:
         """Write what is buffered, sync the file to disk and return its size in bytes. Raises OSError."""
         self._flush()
-        with open(self.path, "rb") as file:
-            os.fsync(file.fileno())
-            return os.fstat(file.fileno()).st_size
+        sync(self.path)
+        return self.path.stat().st_size
 
     def resume_at(self, step: int, after: int = 0) -> int:
         """Drop the `step`, `eval` and `checkpoint` events beyond `step`, and return their number.
@@ -348,8 +347,7 @@ class EventLog:
                     new.truncate(after)
                     new.seek(after)
                     new.writelines(kept)
-                    new.flush()
-                    os.fsync(new.fileno())
+                sync(temporary)
                 os.replace(temporary, self.path)
                 sync(self.path.parent)
                 log.info("resumed at step %d: dropped %d events of later steps from %s", step, dropped, self.path)
