@@ -1,6 +1,6 @@
 """Plots the curves of a run: reward, lag, log-prob gap between learner and engine, and time by activity."""
 
-import os
+import io
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from asyncgrpo.host import replace_file
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.progress import lags_of, mean_lag, seconds_by_activity
 
@@ -64,9 +65,9 @@ def plot(events: Iterable[Event], png_path: Path) -> Path:
     title = started.get("run") or "run"
     figure.suptitle(f"{title}   {started['sizes']}" if started.get("sizes") else title, fontsize=12)
 
-    temporary = png_path.with_name(f".{png_path.name}.tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, png_path)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    replace_file(png_path, image.getvalue())
     return png_path
 
 
