@@ -195,6 +195,7 @@ class FusionRunner:
         self._service = Service(
             url.rstrip("/").removesuffix("/run_code") + "/run_code", deadline_s=math.ceil(2 * timeout_s + QUEUE_S)
         )
+        self.close = self._service.close
 
     async def run(self, program: Program) -> Ran:
         body = {"code": program.code, "language": program.language, "stdin": program.stdin} | self._limits
@@ -207,10 +208,6 @@ class FusionRunner:
         if run is None:
             raise ServiceError(f"Sandbox Fusion replied {reply.status} and no run_result")
         return Ran(run.stdout or "", _problem_of(run) or ("" if reply.status == "Success" else "failed"))
-
-    async def close(self) -> None:
-        """Close the connections; requests that run fail."""
-        await self._service.close()
 
 
 def _problem_of(result: _FusionResult) -> str:

@@ -74,6 +74,7 @@ class Teacher:
         self.url = url.strip().rstrip("/").removesuffix("/v1")
         self._path, self._top_k = path, settings.top_k
         self._service = Service(self.url, deadline_s=settings.timeout_s, key=key)
+        self.close = self._service.close
         self._turn = asyncio.Semaphore(settings.max_concurrent)
         self._model: _Model | None = None
         self._vocabulary = 0
@@ -107,10 +108,6 @@ class Teacher:
             raise ServiceError(f"{self.url}: the reply has no log-probs of the request: {error!r}") from error
         metrics.teacher_seconds.observe(time.perf_counter() - asked_s)
         return TeacherLogprobs(sampled, ids.astype(np.int32), values.astype(np.float32))
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._service.close()
 
     async def _ask(self) -> _Model:
         """Ask the server for its model, and look up the size of the vocabulary. Raises ServiceError or ConfigError."""
