@@ -143,11 +143,7 @@ class Host:
 
     @classmethod
     def here(cls, shared_memory: Path) -> "Host":
-        """Measure this machine.
-
-        Args:
-            shared_memory: file system for shared memory, `/dev/shm`.
-        """
+        """Measure this machine. `shared_memory` is its `/dev/shm`."""
         import psutil  # only here, because commands that only print import this module
 
         size = free = 0

@@ -51,11 +51,7 @@ _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 def begin(engine: str, folder: Path) -> None:
-    """Start the warm process, which imports the libraries of a run with this engine in the background.
-
-    Args:
-        folder: folder of its socket.
-    """
+    """Start the warm process, which imports the libraries of a run with this engine. Its socket is in `folder`."""
     if _server._forkserver_pid is not None or sys.version_info[:2] > _NEWEST_PYTHON:
         return
     process.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]

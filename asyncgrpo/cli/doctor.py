@@ -50,11 +50,7 @@ class Finding:
 
 
 def all_findings(out: Path) -> Iterator[Finding]:
-    """Yield the finding of each check, cheap ones first.
-
-    Args:
-        out: folder for the runs.
-    """
+    """Yield the finding of each check, cheap ones first. `out` is the folder for the runs."""
     yield Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
     yield from check_machine()
     yield check_open_files()

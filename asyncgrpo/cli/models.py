@@ -61,8 +61,6 @@ _OF_A_RUN = (
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return the settings with which a run evaluates the models in its folder, by key; empty if no run made this one.
 
-    Args:
-        folder: as `find_model` returns it.
     Raises:
         ConfigError: the file of the run cannot be read.
     """

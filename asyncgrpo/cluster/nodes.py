@@ -49,11 +49,7 @@ _OF_ONE_PROCESS = {"CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID"}
 
 
 def environment_to_share(*also: str | None) -> dict[str, str]:
-    """Return the driver's variables for its processes on other nodes: the settings of the libraries that they use.
-
-    Args:
-        also: further variables.
-    """
+    """Return the driver's variables for its processes on other nodes: `also`, and settings of the libraries that they use."""
     return {
         name: text
         for name, text in os.environ.items()
@@ -127,12 +123,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None:
-    """Raise ConfigError if a file or folder that this role reads is not on this node.
-
-    Args:
-        config: with absolute paths.
-        address: of this node.
-    """
+    """Raise ConfigError if a file or folder that this role reads is not on this node. Its paths are absolute."""
     data, reward = config.data, config.reward
     needed: dict[str, tuple[str | None, ...]] = {"run.out": (str(run_dir / MARK),), "model.path": (config.model.path,)}
     if role == "buffer":

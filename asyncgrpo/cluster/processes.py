@@ -128,11 +128,7 @@ class Core:
                 log.warning(self._placement.waits(name, waited_s))
 
     def run(self, about: dict[str, Any]) -> None:
-        """Start training.
-
-        Args:
-            about: fields of the `start` event.
-        """
+        """Start training. `about` has fields of the `start` event."""
         self._serving = self._buffer.run.remote()
         self._training = [
             learner.run.remote(self._leader, self.endpoints.buffer_endpoint, about) for learner in self._learners
@@ -219,11 +215,7 @@ class Core:
         return self.is_training and not ended_of([*self._training, self._serving])
 
     def drain(self, reason: str, *, is_failure: bool = False) -> None:
-        """Ask buffer and learner to finish the current step, write a checkpoint and exit.
-
-        Args:
-            is_failure: True if the run has failed.
-        """
+        """Ask buffer and learner to finish the current step, write a checkpoint and exit."""
         if self._control is not None:
             self._control.send(Drain(reason=reason, is_failure=is_failure))
 
@@ -255,10 +247,6 @@ class Budget:
     """The limits on restarts of one process: within an hour, and of starts in a row that never served."""
 
     def __init__(self, name: str, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            allowed: restarts in any hour.
-        """
         self._name, self._allowed, self._clock = name, allowed, clock
         self._recent: deque[float] = deque()
         self.count = 0
@@ -353,7 +341,6 @@ class Supervised:
     ) -> None:
         """
         Args:
-            count: number of processes.
             on_address: called with a name and the address of its metrics; None when it has left.
         """
         self._setup, self._placement, self._watch = setup, placement, watch
@@ -464,11 +451,7 @@ class Supervised:
             self._ended_by[index] = reason
 
     def _launch(self, index: int, start: int) -> tuple[Actor, Reference]:
-        """Create an actor and call its `start`. Return the actor and the reference to the result.
-
-        Args:
-            start: number of earlier starts of this process.
-        """
+        """Create an actor and call its `start`. Return the actor and the reference to the result."""
         raise NotImplementedError
 
     def _has_started(self, index: int, found: Any) -> None:
@@ -516,11 +499,7 @@ class Fleet(Supervised):
         return self._serves(index) or self._budgets[index].failed_starts + 1 < liveness.FAILED_STARTS
 
     def work_for(self, core: Core, endpoints: EndpointsChanged) -> None:
-        """Connect all generators to `core`.
-
-        Args:
-            endpoints: of the core.
-        """
+        """Connect all generators to `core`, at these endpoints."""
         self._core, self._endpoints, self._may_start = core, endpoints, True
 
     def leave(self) -> None:

@@ -322,7 +322,6 @@ def results(references: dict[str, Reference], while_waiting: Callable[[], None])
     """Return the results of several methods in order. Raises as `result` does, as soon as one fails.
 
     Args:
-        references: one per process, by name.
         while_waiting: called a few times a second.
     """
     waiting = dict(references)

@@ -72,7 +72,6 @@ class Run:
         Args:
             folder: claimed by this process.
             sizes: sizes of the configuration as text, for the screen.
-            chaos: faults to inject.
         """
         self._plan = chaos
         self._given = config

@@ -379,7 +379,7 @@ def _reward_name(config: Config) -> str:
 
 
 def incarnation_of(setup: Setup, start: int) -> str:
-    """Return the incarnation of a generator. It is unique, because no lineage is used twice."""
+    """Return the incarnation of a process that was started `start` times before. It is unique: no lineage is used twice."""
     return f"{setup.lineage}.{start}"
 
 
@@ -387,10 +387,6 @@ class GeneratorActor:
     """Owns one engine and its reward workers."""
 
     def __init__(self, environment: dict[str, str], setup: Setup, index: int, start: int) -> None:
-        """
-        Args:
-            start: number of earlier starts of this generator.
-        """
         set_environment(environment)
         self._setup = setup
         self._index = index
@@ -533,11 +529,7 @@ class LearnerActor:
         return LearnerReady(host, metrics_address, self._store.port, self._publisher.endpoint)
 
     def run(self, leader: LearnerReady, buffer_endpoint: str, about: dict[str, Any]) -> str:
-        """Train, and return the final status: `done` or `drained`.
-
-        Args:
-            about: further fields of the run's `start` event.
-        """
+        """Train, and return the final status: `done` or `drained`. `about` has further fields of the `start` event."""
         with importing():
             from asyncgrpo.learner.learner import Learner
             from asyncgrpo.learner.ranks import Team
@@ -633,22 +625,13 @@ class TeacherActor:
     """Runs the server of one teacher."""
 
     def __init__(self, environment: dict[str, str], setup: Setup, source: str, index: int, start: int) -> None:
-        """
-        Args:
-            source: the data_source of the teacher.
-            start: number of earlier starts of this teacher.
-        """
         set_environment(environment)
         self._setup, self._source, self._index, self._start = setup, source, index, start
         self.progress = LoopProgress()
         """Ticks with each proof of the server's health."""
 
     def start(self, port: int) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Start logs and heartbeats. Returns the address of the server and that of the metrics.
-
-        Args:
-            port: of the server; 0: a free one.
-        """
+        """Start logs and heartbeats. Returns the address of the server, at a free port for 0, and that of the metrics."""
         exported = begin(
             self._setup, "teacher", incarnation_of(self._setup, self._start), lambda: self, rank=self._index
         )

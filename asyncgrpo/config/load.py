@@ -252,8 +252,6 @@ def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str |
 def recorded(values: dict[str, Any], where: str) -> Config:
     """Return the configuration that a run recorded as plain values.
 
-    Args:
-        where: the place of the values, for messages.
     Raises:
         ConfigError: a value or a key is unknown to this release.
     """

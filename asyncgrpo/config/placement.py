@@ -286,11 +286,7 @@ def settled(size: ModelSize, config: Config, card: memory.Card) -> Config:
 
 
 def report(size: ModelSize, config: Config, card: memory.Card, host: Host | None = None) -> str:
-    """Return the memory of a run as a table.
-
-    Args:
-        host: this machine, if the run is on it.
-    """
+    """Return the memory of a run as a table. `host` is this machine, if the run is on it."""
     config, engine, of = settled(size, config, card), _engine(size, config, card), _gib(card.num_bytes)
     held, shared = memory.fullest_host(size, config), memory.fullest_shared_memory(size, config)
     rows = [("memory", "GiB", "of", "what for")]

@@ -29,8 +29,6 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
 
     Without a hub, this process and its children read the cache only.
 
-    Args:
-        key: of the configuration, for error messages.
     Raises:
         ConfigError: the folder does not exist, or neither cache nor hub can give the model.
     """

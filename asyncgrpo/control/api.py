@@ -261,10 +261,6 @@ class Api:
     """The admin API of one run."""
 
     def __init__(self, operator: Operator, run_dir: Path, *, token: str) -> None:
-        """
-        Args:
-            token: what a client must send.
-        """
         self._operator, self._run_dir = operator, run_dir
         self._expected = f"Bearer {token}".encode()
         self._commands = Worker("control-commands", timeout_s=COMMAND_S)

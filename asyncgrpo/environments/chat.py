@@ -29,14 +29,9 @@ Message = dict[str, Any]
 
 
 class Refused(AsyncGRPOError):
-    """A request that is not answered."""
+    """A request that is not answered, with the status of HTTP and the code of OpenAI's errors."""
 
     def __init__(self, status: int, text: str, code: str = "invalid_request") -> None:
-        """
-        Args:
-            status: of HTTP.
-            code: as OpenAI's errors have it.
-        """
         super().__init__(text)
         self.status, self.code = status, code
 

@@ -317,8 +317,6 @@ class _HostedEpisode:
 def check_environment(spec: str, *, timeout_s: float = START_TIMEOUT_S, with_schemas: bool = False) -> Ready:
     """Check a user's environment: load it in a process, which then ends. Blocks as long as the file's imports take.
 
-    Args:
-        with_schemas: the schemas of its tools are wanted too.
     Raises:
         RewardError: the file or class does not exist, or it lacks the methods; one sentence.
     """

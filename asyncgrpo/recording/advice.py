@@ -376,10 +376,6 @@ class Adviser:
     """Follows the events of a run and writes an `advice` event when the advice has changed."""
 
     def __init__(self, events: EventLog, config: Config, gpus: int | None = None) -> None:
-        """
-        Args:
-            gpus: GPUs of the cluster; None: unknown.
-        """
         self._events, self._gpus = events, gpus
         self.config = config
         """The configuration in force, updated by commands to the run."""

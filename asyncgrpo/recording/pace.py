@@ -295,12 +295,7 @@ def scoring_setting(config: Config) -> tuple[int, str] | None:
 
 
 def pace_of(events: Iterable[Event], config: Config) -> Pace | None:
-    """Return the pace of the last steps under the present conditions; None: fewer than `FEWEST`, or without measurements.
-
-    Args:
-        events: in order.
-        config: the configuration in force.
-    """
+    """Return the pace of the last steps under the present conditions; None: fewer than `FEWEST`, or without measurements."""
     steps = _typical(_recent(events, config.buffer.max_lag == "auto"))
     if len(steps) < FEWEST:
         return None

@@ -53,11 +53,7 @@ class Service:
         self._session: Any = None
 
     async def ask(self, body: Any = None, *, at: str = "") -> bytes:
-        """Return the reply to a POST of `body` as JSON, or to a GET without one. Raises ServiceError.
-
-        Args:
-            at: path below the URL.
-        """
+        """Return the reply to a POST of `body` as JSON, or a GET without one, at `at` below the URL. Raises ServiceError."""
         tried, problem = 0, ""
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -74,12 +70,7 @@ class Service:
         raise ServiceError(f"{self.url}: {problem}, {tried} times")
 
     async def ask_for(self, kind: type[T], body: Any = None, *, at: str = "", otherwise: str) -> T:
-        """Return the reply as this type. Raises ServiceError.
-
-        Args:
-            body, at: as of `ask`.
-            otherwise: what a reply of another form is, for the message.
-        """
+        """Return the reply as this type. Raises ServiceError, which says `otherwise` of one of another form."""
         reply = await self.ask(body, at=at)
         try:
             return msgspec.json.decode(reply, type=kind)

@@ -390,8 +390,6 @@ class Replay:
     def run(self, on_step: Callable[[Pair], None] = lambda pair: None) -> Replayed:
         """Train every step of the timeline again.
 
-        Args:
-            on_step: called after each step.
         Raises:
             JournalError: a group cannot be read.
             ConfigError, CheckpointError, TrainingError: of the learner.

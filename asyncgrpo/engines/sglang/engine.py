@@ -97,10 +97,6 @@ class SGLangEngine(Engine[SGLangRequest]):
     request_type = SGLangRequest
 
     def __init__(self, options: SGLangOptions, images: Images | None = None):
-        """
-        Args:
-            images: of the run, if the model reads any.
-        """
         super().__init__()
         self.options, self.images, self.max_context = options, images, options.max_context
         self._serial = itertools.count()

@@ -526,11 +526,7 @@ class Proof:
         return np.array(held, np.uint64).tobytes()
 
     def differing(self, ranks: Sequence[Mapping[str, str]]) -> list[str]:
-        """Return the parameters that differ from the tensors that were sent last, or between schedulers.
-
-        Args:
-            ranks: checksum of each scheduler.
-        """
+        """Return the parameters that differ from the tensors that were sent last, or between schedulers."""
         return list(dict.fromkeys(name for name, _, _ in self._wrong(ranks)))
 
     def rely_on_what_follows(self, before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> None:
