@@ -80,7 +80,6 @@ def setup(role: str, rank: int | None, folder: Path) -> Path:
     Args:
         role: `driver`, `buffer`, `generator` or `learner`.
         rank: number of this process in its role; None: it is the only one.
-        folder: run folder.
     Returns:
         The log file, to which records are appended.
     """

@@ -174,7 +174,6 @@ def one_or_all(values: Sequence[str] | None) -> str | list[str] | None:
 
 
 def keys_of(overrides: Sequence[str]) -> set[str]:
-    """Return the keys of `key=value` overrides."""
     return {override.partition("=")[0].strip() for override in overrides}
 
 

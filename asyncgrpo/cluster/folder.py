@@ -219,7 +219,6 @@ class Change:
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """Return the plain value of every key."""
     return by_key(_plain(config))
 
 
@@ -273,7 +272,6 @@ class Standing:
     """True if no start of the run has written an event yet."""
     changes: tuple[Change, ...]
     settings: Settings
-    """The settings of this start."""
     unknown: str = ""
     """A sentence about missing records of the previous start; empty: none are missing."""
 

@@ -197,7 +197,6 @@ class Core:
 
     @property
     def incarnation(self) -> str:
-        """Incarnation of its processes: the lineage."""
         return str(self.setup.lineage)
 
     @property
@@ -250,7 +249,6 @@ class Budget:
         self._name, self._allowed, self._clock = name, allowed, clock
         self._recent: deque[float] = deque()
         self.count = 0
-        """Restarts so far."""
         self.failed_starts = 0
         """Starts in a row that ended before the process served."""
 
@@ -308,7 +306,6 @@ class Started:
     running: Reference
     """Result of `run`, when it ends. After a failed `start` it has none."""
     requested_s: float
-    """Time of the request to Ray."""
     end: str = ""
     """Reason why `start` or `run` ended; empty: it serves, or starts."""
     is_late: bool = False

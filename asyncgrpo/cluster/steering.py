@@ -81,7 +81,6 @@ class Steering:
             config: resolved configuration of the run's processes.
             given: the same as the user gave it, with relative paths for example; written to the run's folder.
             drain: starts to drain the run.
-            gpus: GPUs of the cluster.
         """
         self.config = config
         """Includes the changes since the start, so that a restarted buffer and learner get them."""

@@ -81,7 +81,6 @@ class Setup:
     """The checkpoint to resume from. None: training starts from the model's folder."""
     keys: Keys
     watch_endpoint: str
-    """Address of the driver's `Watch`."""
     start_with: int
     """Generators that the learner waits for before its first publication."""
     metrics_token: str | None = field(default=None, repr=False)
@@ -329,7 +328,6 @@ def steps_at_most(config: Config, prompts: PromptSource, step: int) -> int | Non
 
 
 def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: bool) -> Sampling:
-    """Return the sampling parameters of training groups or of evaluations."""
     sampling = config.sampling
     return Sampling(
         temperature=sampling.eval_temperature if evaluation else sampling.temperature,

@@ -129,7 +129,6 @@ class Journal:
         """
         Args:
             history: of earlier starts, repaired.
-            run_started: this start.
             survivors: lease ids of the groups in `history` that may still be trained.
             keep: never remove bodies, so that every group stays for a replay.
             segment_bytes: size at which a segment ends.

@@ -351,7 +351,6 @@ def _cores(counted: Counter[str], seconds: float, active: float) -> Cores | None
     """Return the cores from the core-seconds of a window; None: none were counted.
 
     Args:
-        counted: core-seconds.
         seconds: wall time of the window, summed over the processes that counted.
         active: share of the time in which the process works and needs its cores.
     """

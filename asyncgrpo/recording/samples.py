@@ -283,7 +283,6 @@ def search(
         only: without a score, ended by length, outside the loss, or with an advantage above or below 0.
         sort: `file` is the order of the batch. Completions without a score come last.
         offset: number of matches to skip.
-        limit: largest number of rows.
     Raises:
         DataError: the run has no samples, or none of this step.
     """

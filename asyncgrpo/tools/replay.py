@@ -230,8 +230,6 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
     """Return the configuration of a replay.
 
     Args:
-        recorded: configuration of the run.
-        overrides: `key=value`, as on the command line.
         algorithm: name of a preset that is applied before the overrides.
     Raises:
         ConfigError: invalid, or changes a key that affected generation.

@@ -84,7 +84,6 @@ class Drain(Message):
 
     reason: str
     is_failure: bool = False
-    """True if the run failed."""
 
 
 class GeneratorLost(Message):
