@@ -79,6 +79,9 @@ def build_engine(config: Config, *, seed: int, images: Images | None = None) -> 
             raise EngineError(f"generators.engine is sglang, which cannot run here: {why}")
         from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 
+        records_routes = config.model.routing_replay == "rollout"
+        # By default a B200 chooses experts in the kernel that runs them, which records none: all routes would be expert 0.
+        chooses_apart = {"moe_runner_backend": "triton"} if records_routes and generators.gpus_each else {}
         options = SGLangOptions(
             model_path=config.model.path,
             dtype=dtype,
@@ -89,8 +92,8 @@ def build_engine(config: Config, *, seed: int, images: Images | None = None) -> 
             memory_fraction=generators.memory_fraction,
             prefix_cache=generators.prefix_cache,
             random_seed=seed,
-            records_routes=config.model.routing_replay == "rollout",
-            extra=_beside_a_learner(config) | _recording(config) | generators.extra,
+            records_routes=records_routes,
+            extra=_beside_a_learner(config) | chooses_apart | generators.extra,
         )
         return SGLangEngine(options, images)
     if generators.engine == "torch":
@@ -131,12 +134,3 @@ def _beside_a_learner(config: Config) -> dict[str, Any]:
         "mem_fraction_static": SHARED_FRACTION,
         "chunked_prefill_size": SHARED_PREFILL,
     }
-
-
-def _recording(config: Config) -> dict[str, Any]:
-    """Return SGLang's arguments to record experts on a GPU; none if it does not.
-
-    By default a B200 chooses experts in the kernel that runs them, which records none. All routes would be expert 0.
-    """
-    is_recorded = config.model.routing_replay == "rollout" and config.generators.gpus_each
-    return {"moe_runner_backend": "triton"} if is_recorded else {}
