@@ -62,6 +62,10 @@ def _in_ray(kind: type, remote: Callable[[type], Any]) -> Any:
     return remote(kind)
 
 
+NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
+"""Sent to generators while no core runs."""
+
+
 class Core:
     """One core, which is one lineage."""
 
@@ -84,8 +88,7 @@ class Core:
         self._training: list[Reference] = []
         self._serving: Reference = None
         self._control: Client | None = None
-        self.endpoints = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
-        """Endpoints for the generators; empty before the start."""
+        self.endpoints = NOWHERE
 
     def start(self, while_waiting: Callable[[], None]) -> BufferReady:
         """Start the processes and bind their endpoints. Raises AsyncGRPOError."""
@@ -457,9 +460,6 @@ class Supervised:
 
 
 # -- the fleet ---------------------------------------------------------------------------------------------------------
-
-NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
-"""Sent to generators while no core runs."""
 
 
 class Fleet(Supervised):
