@@ -7,6 +7,7 @@ Nothing is measured: the settings are those that `--n-gpus` would choose, the se
 """
 
 import argparse
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ def sized(manifest: str) -> str:
     (entrypoint,) = re.findall(r"entrypoint: >-\n(.*?)\n  \w", manifest, re.DOTALL)
     name, *settings = shlex.split(entrypoint)[2:]
     config = load_config(name, settings)
-    size = size_of(PUBLISHED[config.model.path.rpartition("/")[2]])
+    size = size_of(json.dumps(PUBLISHED[config.model.path.rpartition("/")[2]]))
     shared = shared_memory_size(size, config)
     beside = fullest_host(size, config).total() - fullest_shared_memory(size, config).total()
     memory, shm = (f"{10 * ceil(held / GIB / 10)}Gi" for held in (1.25 * (beside + shared), shared))
@@ -111,7 +112,7 @@ def sized(manifest: str) -> str:
 
 
 def _rows(name: str, rank: int) -> Iterator[str]:
-    size, config = size_of(PUBLISHED[name]), _config(rank)
+    size, config = size_of(json.dumps(PUBLISHED[name])), _config(rank)
     model = f"| {name} | {f'LoRA {rank}' if rank else 'all'} |"
     fewest = next((n for n in range(1, MOST_GPUS + 1) if _fits(size, config, n)), None)
     if fewest is None:

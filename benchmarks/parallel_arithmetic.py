@@ -6,6 +6,7 @@ Memory is that of `asyncgrpo/config/memory.py`, with recomputation. Time is the 
 the slowest link: gathered weights, tokens on their way to experts, tokens exchanged for heads. Half of the GPUs learn.
 """
 
+import json
 from typing import Any, NamedTuple
 
 import msgspec
@@ -109,7 +110,7 @@ def main() -> None:
     print("| model | GPUs, half learn | context | expert | a rank holds | tokens/s a learner GPU | without expert |")
     print("|" + "---|" * 7)
     for name, model in MODELS.items():
-        size = size_of(model.settings)
+        size = size_of(json.dumps(model.settings))
         for gpus in FLEETS:
             possible, where = layouts(model, size, gpus // 2, offload=False), ""
             if not possible:

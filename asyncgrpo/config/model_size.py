@@ -8,7 +8,7 @@ torch and transformers are imported by the first count, not with this module.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -118,16 +118,11 @@ def size_at(path: str, *, may_download: bool = False) -> ModelSize | None:
     if folder is None and may_download:
         folder = _downloaded(path)
     try:
-        return None if folder is None else _counted((folder / "config.json").read_text(encoding="utf-8"))
+        return None if folder is None else size_of((folder / "config.json").read_text(encoding="utf-8"))
     except Exception as error:  # transformers raises whatever a broken file leads to
         why = " ".join(str(error).split())[:200]
         log.warning("model.path (%s): the memory of the run is not checked, because its size is unknown: %s", path, why)
         return None
-
-
-def size_of(settings: Mapping[str, Any]) -> ModelSize:
-    """Return the size of the model that a `config.json` describes. Raises what transformers raises for one it cannot build."""
-    return _counted(json.dumps(settings))
 
 
 def _downloaded(hub_id: str) -> Path | None:
@@ -156,7 +151,8 @@ def model_class(config: Any) -> Any:
 
 
 @cache
-def _counted(config_json: str) -> ModelSize:
+def size_of(config_json: str) -> ModelSize:
+    """Return the size of the model that a `config.json` describes. Raises what transformers raises for one it cannot build."""
     with importing():
         import torch
         from torch import nn

@@ -40,7 +40,7 @@ from benchmarks.parallel_arithmetic import MODELS as MIXTURES
 
 
 def size(name: str) -> ModelSize:
-    return size_of(PUBLISHED[name])
+    return size_of(json.dumps(PUBLISHED[name]))
 
 
 def run(*overrides: str, gb: float | None = 80) -> Config:
@@ -68,7 +68,7 @@ def test_full_training_takes_16_bytes_a_parameter_divided_by_the_ranks_and_adapt
     assert learner_rank(model, off).total() < learner_rank(model, there).total()
     held = parts("Qwen3-8B", "model.lora.rank=32")
     assert (held["weights"], held["gradients"]) == (2 * numbers + 4 * adapters, 4 * adapters)
-    wide = learner_rank(size_of(PUBLISHED["Qwen3-8B"] | {"dtype": "float32"}), run("model.lora.rank=32"))
+    wide = learner_rank(size_of(json.dumps(PUBLISHED["Qwen3-8B"] | {"dtype": "float32"})), run("model.lora.rank=32"))
     assert wide["weights"] > 1.9 * held["weights"], "files of float32 stay"
 
 
@@ -152,7 +152,7 @@ def test_a_rank_that_does_not_fit_is_refused_with_what_would():
 def test_a_layout_over_the_ranks_that_there_are_is_offered_where_it_fits(settings_of_model, key, settings, gb):
     settings = [*settings, "learner.activation_checkpointing=offload", "learner.offload_optimizer=true"]
     settings.append("learner.tokens_per_microbatch=" + ("210000" if len(settings) == 4 else "16384"))
-    model, config = size_of(settings_of_model), run(*settings, gb=gb)
+    model, config = size_of(json.dumps(settings_of_model)), run(*settings, gb=gb)
     with pytest.raises(ConfigError) as error:
         refuse(model, config, Card.of(config))
     offers = str(error.value).partition("it fits with ")[2].split(" or with ")

@@ -73,7 +73,7 @@ def saved_bytes(config: PretrainedConfig, dtype: torch.dtype, *, has_adapters: b
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_and_adapters_are_those_of_the_model(name):
-    size = size_of(CONFIGS[name].to_dict())
+    size = size_of(CONFIGS[name].to_json_string(use_diff=False))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[name])
         assert size.parameters == sum(p.numel() for p in model.parameters())
@@ -84,7 +84,7 @@ def test_parameters_and_adapters_are_those_of_the_model(name):
 @pytest.mark.parametrize(("dtype", "has_adapters"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_activations_are_what_a_pass_on_the_cpu_saves(name, dtype, has_adapters):
-    size = size_of(CONFIGS[name].to_dict())
+    size = size_of(CONFIGS[name].to_json_string(use_diff=False))
     layers = sum(layer.bytes_kept(dtype.itemsize, adapters=RANK * has_adapters) for layer in size.layers)
     # The last norm. Under adapters it saves less, and the first norm reads a frozen embedding and saves nothing.
     last_norm = 0 if has_adapters else size.hidden * (4 + dtype.itemsize)
@@ -101,7 +101,7 @@ def test_a_config_that_describes_no_model_has_no_size(tmp_path):
 
 
 def test_latent_attention_keeps_one_vector_whatever_the_gpus():
-    latent, grouped = (size_of(CONFIGS[name].to_dict()) for name in ("deepseek", "qwen3"))
+    latent, grouped = (size_of(CONFIGS[name].to_json_string(use_diff=False)) for name in ("deepseek", "qwen3"))
     assert latent.cache_bytes_per_token(2, 1) == latent.cache_bytes_per_token(2, 4) == 2 * 3 * (24 + 8)
     assert grouped.cache_bytes_per_token(2, 1) == 2 * 3 * 2 * 2 * 24
     assert grouped.cache_bytes_per_token(2, 2) == grouped.cache_bytes_per_token(2, 8) == 2 * 3 * 2 * 24
