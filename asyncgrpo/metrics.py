@@ -470,6 +470,7 @@ MISSED_FOR_S = 86400.0
 
 
 def targets_path(run_dir: Path) -> Path:
+    """Return the path of the file with the targets of this run."""
     run_dir = Path(run_dir).absolute()
     return run_dir.parent / "prometheus" / f"{run_dir.name}.json"
 

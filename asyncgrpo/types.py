@@ -119,6 +119,7 @@ class Score(Frozen):
     detail: str = ""
     """Details for messages, such as the text of an exception; at most 500 characters."""
     seconds: float = 0.0
+    """Time to score, seconds."""
     waited: float = 0.0
     """Time in the queue before it, seconds: for a worker, for a place at a service, or for paused rewards."""
 
@@ -127,7 +128,9 @@ class RewardHealth(Frozen):
     """Reward calls of one generator since its process began."""
 
     worked: Count = 0
+    """Calls that returned a score."""
     failed: Count = 0
+    """Calls that failed."""
     failing_s: float = 0.0
     """Seconds since the first failure after the last call that worked; 0: the last call worked."""
     probe_in_s: float | None = None

@@ -215,6 +215,7 @@ EPS = 1e-6
 
 
 def _of_trained(scores: Scores, values: Tensor) -> Tensor:
+    """Return values where a group has a signal, else 0."""
     return torch.where(scores.trains, values, 0.0)
 
 

@@ -358,6 +358,7 @@ def _capped_inside(tokens: Tokens, is_outside: Tensor, max_ratio: float | None) 
 
 
 def _weighted_log_likelihood(weight: Tensor, tokens: Tokens) -> Surrogate:
+    """Return weight A log π with a constant weight."""
     gradient = weight * tokens.advantages
     return Surrogate(gradient, gradient * tokens.policy, torch.zeros_like(tokens.mask))
 

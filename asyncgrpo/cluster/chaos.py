@@ -194,6 +194,7 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _limit_files(pids: Iterable[int], num_bytes: int) -> None:
+    """Limit the file size of these processes, bytes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)

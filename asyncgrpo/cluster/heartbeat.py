@@ -183,6 +183,7 @@ class Watch:
         return known if known is not None and known.heartbeat.incarnation == incarnation else None
 
     def names(self, role: str) -> list[str]:
+        """Return the names of a role's processes that have sent heartbeats."""
         return [name for name in self._processes if name.startswith(role)]
 
     def pids(self, *roles: str) -> list[int]:

@@ -79,6 +79,7 @@ class Core:
         self.setup, self._placement, self._watch, self._on_address = setup, placement, watch, on_address
         # Read now: newer checkpoints replace this one during training.
         self.first_step = step_of(setup.checkpoint)
+        """Step of its checkpoint."""
         environment = environment_to_share()
         self._buffer = _in_ray(BufferActor, ray.remote).options(**placement.here()).remote(environment)
         self._learners = [
@@ -235,6 +236,7 @@ class Core:
                 result(self._serving, "buffer")
 
     def end(self) -> None:
+        """Kill all processes."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -252,6 +254,7 @@ class Budget:
         self._name, self._allowed, self._clock = name, allowed, clock
         self._recent: deque[float] = deque()
         self.count = 0
+        """Restarts so far."""
         self.failed_starts = 0
         """Starts in a row that ended before the process served."""
 
@@ -369,6 +372,7 @@ class Supervised:
             process.is_leaving |= index >= count
 
     def processes(self) -> Iterator[ProcessStatus]:
+        """Yield the status of every process that runs or is wanted."""
         for index in sorted({*self._running, *range(self.wanted)}):
             process, restarts = self._running.get(index), self._budgets[index].count
             incarnation, is_leaving = (process.incarnation, process.is_leaving) if process is not None else ("", False)
@@ -376,6 +380,7 @@ class Supervised:
 
     @property
     def all_serve(self) -> bool:
+        """True if every process that is wanted serves."""
         return len(self._running) == self.wanted and all(map(self._serves, self._running))
 
     def reconcile(self, *, may_restart: bool = True) -> None:
@@ -399,6 +404,7 @@ class Supervised:
         return f"{self.role}-{index}"
 
     def _serves(self, index: int) -> bool:
+        """Return True if this process runs and its engine serves."""
         process = self._running.get(index)
         return process is not None and self._watch.has_begun(self._name(index), process.incarnation)
 
@@ -472,6 +478,7 @@ class Fleet(Supervised):
     """Generators that another process has lost, with its name."""
 
     def scale(self, count: int) -> None:
+        """Run `count` generators, those with the lowest numbers."""
         metrics.generators_expected.set(count)
         super().scale(count)
 
@@ -600,6 +607,7 @@ class Teachers(Supervised):
         return {self._source(index): f"http://{host}:{port}" for index, (host, port) in self._addresses.items()}
 
     def end(self) -> None:
+        """Kill all servers."""
         for teacher in self._running.values():
             ray.kill(teacher.actor)
         self._running.clear()
@@ -633,6 +641,7 @@ class Teachers(Supervised):
 
 
 def in_a_line(error: AsyncGRPOError, name: str) -> str:
+    """Return the error that ended a process as one line."""
     if isinstance(error, ProcessLost):
         return str(error).removeprefix(f"{name}: ")
     return str(error).strip().splitlines()[-1][:300]

@@ -472,6 +472,7 @@ class Placement:
         return counts | {"max_restarts": 0, "scheduling_strategy": strategy}
 
     def close(self) -> None:
+        """Release all bundles."""
         for index in list(self._added):
             self.release_generator(index)
         if self._group is not None:

@@ -65,6 +65,7 @@ if TYPE_CHECKING:  # these import torch, so the actors import them where they us
 LOCK_TIMEOUT_S = 60.0
 """Timeout for the lock of the buffer of an earlier start, which has been killed or is about to be."""
 RANKS_START_TIMEOUT_S = 300.0
+"""Timeout for the learner ranks to meet."""
 
 
 # -- messages between the driver and the actors ------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class Layer:
     """Of `parameters`, those of all experts that a router chooses from."""
 
     def adapter_parameters(self, rank: int) -> int:
+        """Parameters of adapters in every linear layer."""
         return sum(rank * (inputs + outputs) for inputs, outputs in self.linears)
 
     def bytes_kept(self, itemsize: int, *, adapters: int = 0) -> int:

@@ -50,6 +50,7 @@ LARGEST_BODY = 64 * 2**10
 REQUEST_S = 10.0
 """Deadline of the headers, and again of the body."""
 START_S = 30.0
+"""Deadline of a start."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -214,6 +215,7 @@ async def _serve(
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 COMMAND_S = 60.0
+"""Deadline of a command."""
 READ_S = 20.0
 RECENT_BYTES = 2**20
 """Bytes of `metrics.jsonl` that are read from its end for problems: some hundred steps."""

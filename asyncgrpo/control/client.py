@@ -323,6 +323,7 @@ class Look:
 
     @property
     def position(self) -> str:
+        """Steps done, of how many."""
         if self.status is None:
             return position(self.progress.step, self.progress.total_steps)
         return position(self.status.step, self.status.steps)

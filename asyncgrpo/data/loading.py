@@ -365,6 +365,7 @@ def prompt_of(prompt_id: str, record: Record, token_ids: tuple[int, ...] = (), i
 
 
 def fingerprint_of(prompts: Iterable[Prompt], of_sources: str = "") -> str:
+    """Return a digest of the prompts' ids and tokens."""
     digest = xxhash.xxh3_128(of_sources.encode())
     for prompt in prompts:
         digest.update(f"{prompt.prompt_id} {prompt.token_ids}{''.join(prompt.images)}".encode())

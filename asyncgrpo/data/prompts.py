@@ -275,6 +275,7 @@ class PromptSource:
         return int(self._permutation(epoch)[position])
 
     def _order_of(self, epoch: int) -> np.ndarray:
+        """Return [num_prompts] indices of the prompts in the order of `epoch`."""
         if self._mixture is None:
             return self._round(0, epoch, len(self.prompts))
         return self._mixture.order(epoch, self._round)

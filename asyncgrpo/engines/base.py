@@ -95,6 +95,7 @@ class PendingCompletion:
     def complete(
         self, token_ids: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray, reason: FinishReason
     ) -> None:
+        """Deliver the finished completion."""
         assert not self.is_complete, f"completion {self.index} of request {self.request.request_id} ended twice"
         self.is_complete = True
         length = len(token_ids)

@@ -59,6 +59,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     """Adds to the reward of the episode."""
     done: bool = False
+    """True if the episode is over."""
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):

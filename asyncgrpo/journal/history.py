@@ -281,6 +281,7 @@ class History:
 
     @cached_property
     def starts(self) -> dict[int, RunStarted]:
+        """Starts of the run by lineage."""
         return {found.record.lineage: found.record for found in self.found if isinstance(found.record, RunStarted)}
 
     @property
@@ -447,6 +448,7 @@ def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
 
 
 def read_segment(path: Path, is_last: bool = False) -> Segment:
+    """Read one segment. Raises OSError."""
     segment, lineage = Segment(int(path.stem), path, path.stat().st_size), 0
     with _mapped(path) as data:
         for item in scan(data):

@@ -166,6 +166,7 @@ class Journal:
 
     @property
     def path(self) -> Path:
+        """File of the current segment."""
         return segment_path(self._folder, self._number)
 
     def append(self, record: JournalRecord, body: Sequence[Buffer] = ()) -> None:

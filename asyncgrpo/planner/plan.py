@@ -137,6 +137,7 @@ class DecodeCurve(_Line, frozen=True, kw_only=True, rename={"each_s": "per_compl
         return 3 * self.base_s / self.each_s if self.each_s else float("inf")
 
     def is_near(self, running: float) -> bool:
+        """Return True if the curve was measured at about this load."""
         loads = [load for load, _ in self.measured]
         return not loads or min(loads) / NEAR <= running <= max(loads) * NEAR
 
@@ -300,6 +301,7 @@ class Prediction:
 
 
 def predict(profile: Profile, split: Split) -> Prediction:
+    """Return the expected step of a split."""
     return _synchronous(profile, split) if split.max_lag == 0 else _asynchronous(profile, split)
 
 

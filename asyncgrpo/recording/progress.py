@@ -79,6 +79,7 @@ class Progress:
     generated_before: int = 0
     """Tokens generated before this start."""
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_REWARDS))
+    """Mean rewards of the newest steps."""
     first_rewards: list[float] = field(default_factory=list)
     """Mean rewards of the first five steps."""
     first_kl: float | None = None
@@ -114,6 +115,7 @@ class Progress:
     end: Event | None = None
     """`end` event of the current start."""
     totals: Totals = field(default_factory=Totals)
+    """Of all steps."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups by reason."""
     filtered: Counter[str] = field(default_factory=Counter)
@@ -224,6 +226,7 @@ class Progress:
 
     @property
     def recent(self) -> Totals:
+        """Sums over the last `RECENT` steps."""
         return Totals.of(self.steps[-RECENT:])
 
     @property
@@ -250,6 +253,7 @@ class Progress:
 
     @property
     def last_rewards(self) -> list[float]:
+        """Mean rewards of the last five steps."""
         return list(self.rewards)[-_ENDS:]
 
     @property

@@ -111,6 +111,7 @@ _LIBRARIES = tuple(
 
 
 def failed(failure: str, detail: str = "", *, seconds: float = 0.0) -> Score:
+    """Return a score that names a failure."""
     return Score(failure=failure, detail=detail[:MAX_DETAIL], seconds=seconds)
 
 

@@ -118,6 +118,7 @@ SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rol
 
 
 def pack_group(group: Group) -> tuple[Deliver, bytes]:
+    """Pack a group into message and payload."""
     sampled: list[Any] = []  # arrays: `join` copies their bytes once
     observed: list[Any] = []
     chosen: list[Any] = []

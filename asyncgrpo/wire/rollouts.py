@@ -72,7 +72,9 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     observed: tuple[tuple[Count, Count], ...] = ()
     """Per observation: number of sampled tokens before it, and number of its tokens."""
     text: str = ""
+    """As in `Rollout`."""
     sampled_text: str = ""
+    """As in `Rollout`."""
     kept: Count = 0
     """Ids of all `KeptTokens`; 0: they are not recorded."""
     routes: tuple[Count, Count, Count] = (0, 0, 0)

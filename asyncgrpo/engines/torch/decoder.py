@@ -217,6 +217,7 @@ class Decoder:
         self._remove(np.array(rows, np.int64), ["abort"] * len(rows))
 
     def change_version(self, version: PolicyVersion) -> None:
+        """Note that `version` samples from now on."""
         for completion, row in zip(self._running, self._rows, strict=False):
             completion.sampled_by(version, int(row["length"] - row["prompt_length"]))
 
