@@ -7,11 +7,12 @@ Ray reports a process that has ended. Heartbeats reveal a process that hangs.
 """
 
 import atexit
-import faulthandler
 import logging
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -92,8 +93,12 @@ class Heart:
         self._stacks.parent.mkdir(parents=True, exist_ok=True)
         with open(self._stacks, "a", encoding="utf-8") as file:
             file.write(f"{message.reason}, process {os.getpid()}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+            # The main thread is the first. `faulthandler` ends after 100 threads, of which it is the last.
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            frames = sys._current_frames()
+            for ident in sorted(frames, key=lambda ident: ident != threading.main_thread().ident):
+                file.write(f"\nThread {names.get(ident, ident)}:\n")
+                traceback.print_stack(frames[ident], file=file)
 
 
 @dataclass
