@@ -636,8 +636,11 @@ class TeacherActor:
         )
         host = exported[0]
         if not port:
-            with socket.create_server((host, 0)) as free:
-                port = int(free.getsockname()[1])
+            # No other process is given it while the model loads. The server sets SO_REUSEADDR too, and may listen at it.
+            self._reserved = socket.socket()
+            self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._reserved.bind((host, 0))
+            port = int(self._reserved.getsockname()[1])
         self._address = host, port
         return self._address, exported
 

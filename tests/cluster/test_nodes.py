@@ -1,11 +1,15 @@
 """What a process on another node needs, without another node."""
 
+import asyncio
 import os
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from asyncgrpo.cluster import wiring
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.nodes import (
     check_bind_reaches,
@@ -16,7 +20,7 @@ from asyncgrpo.cluster.nodes import (
     with_absolute_paths,
 )
 from asyncgrpo.cluster.run import Run
-from asyncgrpo.cluster.wiring import joined_ranks, ranks_timeout_s
+from asyncgrpo.cluster.wiring import TeacherActor, joined_ranks, ranks_timeout_s
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
@@ -120,3 +124,19 @@ def test_a_rank_that_fails_does_not_wait_for_the_others_in_the_end_of_its_group(
     with pytest.raises(MemoryError), joined_ranks(dist.HashStore(), 0, 2, "cuda", 300.0):
         raise MemoryError("CUDA out of memory")
     assert ended == ["all ranks"]
+
+
+def test_the_port_of_a_teacher_is_given_to_no_other_process_while_its_model_loads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wiring, "begin", lambda *_, **__: ("127.0.0.1", 4711))
+    monkeypatch.setattr(wiring, "set_environment", lambda environment: None)
+    teacher = TeacherActor({}, SimpleNamespace(lineage=1), "law", 0, 0)  # type: ignore[arg-type]
+    address, _ = teacher.start(0)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(address)
+    asyncio.run(listen_at(address))
+
+
+async def listen_at(address: tuple[str, int]) -> None:
+    """As a server does."""
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), *address)
+    server.close()
