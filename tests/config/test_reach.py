@@ -10,6 +10,7 @@ from asyncgrpo.config import reach
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.errors import ConfigError
 from tests.rewards.servers import Server
+from tests.runs import reserved_port
 
 
 @pytest.fixture
@@ -32,10 +33,10 @@ def silent(monkeypatch):
 
 
 @pytest.fixture
-def closed() -> str:
+def closed():
     """A URL at which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}"
+    with reserved_port() as reserved:
+        yield f"http://127.0.0.1:{reserved.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("kind", ["closed", "silent"])

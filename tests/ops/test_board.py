@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -19,7 +18,7 @@ import yaml
 
 from asyncgrpo.metrics import MISSED, token_beside, write_targets
 from tests import scrape
-from tests.runs import wait_until
+from tests.runs import reserved_port, wait_until
 
 OPS = Path(__file__).parents[2] / "ops"
 
@@ -119,9 +118,8 @@ class Watched:
         (folder / "prometheus.yml").write_text(ours.replace("../../runs", "runs"))
         for rules in ("alerts.yml", "recording.yml"):
             shutil.copy(OPS / "prometheus" / rules, folder)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._reserved = reserved_port()
+        address = f"127.0.0.1:{self._reserved.getsockname()[1]}"
         self.url = f"http://{address}"
         options = [f"--config.file={folder / 'prometheus.yml'}", f"--web.listen-address={address}"]
         self._start("prometheus", *options, f"--storage.tsdb.path={folder / 'tsdb'}", stderr=subprocess.DEVNULL)
@@ -142,6 +140,7 @@ class Watched:
         for process in self._processes:
             process.kill()
             process.wait()
+        self._reserved.close()
 
     def _start(self, *command: str, **streams: Any) -> "subprocess.Popen[str]":
         environment = os.environ | {"PYTHONPATH": str(OPS.parent)}

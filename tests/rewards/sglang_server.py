@@ -1,7 +1,6 @@
 """SGLang's own server on the CPU, for rewards that ask one."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,15 +13,14 @@ from pathlib import Path
 
 import psutil
 
-from tests.runs import shared_memory
+from tests.runs import reserved_port, shared_memory
 
 
 @contextmanager
 def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
     """The address of a server that runs `model`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    reserved = reserved_port()
+    port = reserved.getsockname()[1]
     values = {
         "model-path": model, "port": port, "device": "cpu", "dtype": "float32", "attention-backend": "torch_native",
         "sampling-backend": "pytorch", "max-total-tokens": 4096, "max-running-requests": 16, "context-length": 1024,
@@ -47,6 +45,7 @@ def serving(model: Path, log_path: Path, *options: str) -> Iterator[str]:
         with suppress(ProcessLookupError):
             os.killpg(server.pid, 9)
         server.wait()
+        reserved.close()
         files.cleanup()
         for path in shared:
             path.unlink(missing_ok=True)
