@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,6 +19,7 @@ from asyncgrpo.config.placement import refuse
 from benchmarks import gpu_day, gpu_demo, gpu_tables, gpu_wheels
 from benchmarks.gpu_day import PARTS, Part, State
 from benchmarks.shapes import SHAPES, qwen3
+from tests.runs import wait_until
 from tests.test_project import DEPENDENCIES, EXTRAS
 
 
@@ -71,9 +73,18 @@ def test_parts_that_fail_or_hang_hold_up_no_other_and_what_is_over_is_not_run_ag
     assert len(State(tmp_path).read()["good"]) == 3, "the lines of the last run alone"
 
 
-def test_a_part_that_the_call_cuts_off_begins_again(tmp_path, scripted):
+def test_a_part_that_the_call_cuts_off_begins_again(tmp_path, scripted, monkeypatch):
+    class AfterItsLine(Timer):
+        """The time of the call is over once the part has said its line."""
+
+        def run(self) -> None:
+            wait_until(lambda: State(tmp_path).read()["slow"][-1]["kind"] == "line", "a line", 60.0)
+            self.function()
+
     scripted(slow="import time; print('{\"what\": 1}', flush=True); time.sleep(100)")
-    cut_off = run(tmp_path, "--seconds", "3")  # in which a process starts and says its line on a busy machine too
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_day, "Timer", AfterItsLine)
+        cut_off = run(tmp_path, "--seconds", "3")
     assert cut_off["slow"]["kind"] == "line"
     scripted(slow=GOOD)
     assert run(tmp_path)["slow"]["outcome"] == "done"
