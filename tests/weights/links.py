@@ -64,7 +64,7 @@ def learn(
     _, *others = Stream([(0, layout.num_bytes)]).split(senders)
     publisher.start(list(layout.tensors), others=others)
     told.put((publisher.endpoint, publisher._arenas.file, [other.runs for other in others]))
-    publisher.wait_for(lambda: len(GENERATORS), 60.0, lambda what, seconds: None)
+    publisher.wait_for(lambda: len(GENERATORS), 240.0, lambda what, seconds: None)
 
     def fill(arenas: Arenas, slot: int) -> None:
         arenas.arena(layout, slot).view(torch.int64)[:: 2**9] += 1
