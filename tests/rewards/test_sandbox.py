@@ -187,6 +187,7 @@ def test_a_program_sees_a_folder_below_tmp_that_it_is_given_and_no_other(tmp_pat
     assert (ended.code, ended.stdout.split()) == (0, ["given", "given", "refused"]), ended.stderr
 
 
+@needs_bwrap
 def test_what_the_processes_of_a_program_print_at_the_same_time_is_all_kept():
     prints = "for i in {1..3000}; do echo x; done"
     ended = isolation.run_isolated(
