@@ -9,6 +9,8 @@ import pytest
 import pytest_asyncio
 
 from asyncgrpo.rewards.base import score_one
+from asyncgrpo.rewards.pool import PoolReward
+from asyncgrpo.types import Score
 from tests.rewards.conftest import BEHAVIOURS, behaving, prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -22,11 +24,12 @@ async def reward():
     await reward.close()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def hasty():
-    reward = behaving(timeout_s=0.5, workers=1)
-    yield reward
-    await reward.close()
+async def late(reward: PoolReward, behaviour: str, timeout_s: float = 0.5) -> Score:
+    """The score of a call that has so much time, unlike those before and after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "_timeout_s", timeout_s)
+        async with asyncio.timeout(30):
+            return await score_one(reward, prompt(), behaviour)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +83,13 @@ async def test_what_is_no_number_has_a_name_and_the_next_call_works(reward, beha
 
 
 @pytest.mark.parametrize("behaviour", ["hang", "hang_in_c", "hang_deaf", "slow"])
-async def test_a_hang_is_killed_and_named(hasty, behaviour):
-    worker = int((await score_one(hasty, prompt(), "pid")).value)
-    async with asyncio.timeout(20):
-        score = await score_one(hasty, prompt(), behaviour)
+async def test_a_hang_is_killed_and_named(reward, behaviour):
+    worker = int((await score_one(reward, prompt(), "pid")).value)
+    score = await late(reward, behaviour)
     assert (score.value, score.failure) == (None, "timeout")
     assert "0.5 s" in score.detail
     assert not psutil.pid_exists(worker)
-    assert (await score_one(hasty, prompt(), "one")).value == 1.0
+    assert (await score_one(reward, prompt(), "one")).value == 1.0
 
 
 async def test_a_late_call_leaves_its_stack_in_the_log(capfd):
@@ -98,8 +100,8 @@ async def test_a_late_call_leaves_its_stack_in_the_log(capfd):
     await reward.close()
 
 
-async def test_a_hang_takes_the_processes_it_started_with_it(hasty, tmp_path):
-    score = await score_one(hasty, prompt(), f"hang_with_child {tmp_path / 'pid'}")
+async def test_a_hang_takes_the_processes_it_started_with_it(reward, tmp_path):
+    score = await late(reward, f"hang_with_child {tmp_path / 'pid'}", timeout_s=2.0)
     assert score.failure == "timeout"
     child = int((tmp_path / "pid").read_text())
     with contextlib.suppress(psutil.NoSuchProcess):  # killed, it ends when the machine lets it
