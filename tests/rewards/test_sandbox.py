@@ -94,18 +94,20 @@ HOSTILE = {
 
 
 @needs_bwrap
-async def test_hostile_code_fails_its_test_and_harms_no_other(monkeypatch, tmp_path):
-    """None is a failure of the runner: each ended within its two seconds, or the pool would have killed its worker."""
+@pytest.mark.parametrize(("timeout_s", "is_endless"), [(2.0, True), (30.0, False)])
+async def test_hostile_code_fails_its_test_and_harms_no_other(monkeypatch, tmp_path, timeout_s, is_endless):
+    """None is a failure of the runner: each ended within its time, or the pool would have killed its worker."""
     monkeypatch.setenv("SECRET", "token")
-    rules = reward(workers=2, timeout_s=2.0)
+    rules = reward(workers=2, timeout_s=timeout_s)
     secret = tmp_path / "secret"
     secret.write_text("4")
-    texts = [text for text, _ in HOSTILE.values()] + [f"print(open({str(secret)!r}).read())"]
+    hostile = {name: one for name, one in HOSTILE.items() if (one[1] == "timeout") == is_endless}
+    texts = [text for text, _ in hostile.values()] + [f"print(open({str(secret)!r}).read())"]
     both = [Sampled(text) for bad in texts for text in (bad, GOOD)]
     scores = await rules.score(prompt(source="code", answer=SQUARES), both)
     assert [score.failure for score in scores] == [None] * len(both)
     assert [score.value for score in scores[1::2]] == [1.0] * len(texts)
-    for (name, (_, why)), score in zip(HOSTILE.items(), scores[::2], strict=False):
+    for (name, (_, why)), score in zip(hostile.items(), scores[::2], strict=False):
         assert score.value == 0.0 and why in score.detail, name
     assert scores[-2].value == 0.0 and "No such file" in scores[-2].detail
     assert len(workers_of()) == 2, "workers, and nothing that they started"
