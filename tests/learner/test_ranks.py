@@ -40,6 +40,8 @@ from tests.learner.test_vision import groups_of, prompts_of
 from tests.models import make_tiny_deepseek_v3, make_tiny_glm4_moe, make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.vision import make_tiny_vl
 
+pytestmark = pytest.mark.timeout(600)  # the first test waits for six groups of ranks
+
 MODELS: dict[str, Callable[[Path], Path]] = {
     "dense": lambda path: make_tiny_qwen3(path, hidden=32),
     "tied": lambda path: make_tiny_qwen3(path, hidden=32, tie=True),

@@ -401,6 +401,7 @@ def test_an_engine_may_swap_to_a_version_after_many_newer_ones(ranks, monkeypatc
 
 
 @needs_namespaces
+@pytest.mark.timeout(600)
 def test_each_link_of_a_machine_carries_its_part_of_the_weights():
     mb, count = 8, 2
     with links.network() as cluster:
