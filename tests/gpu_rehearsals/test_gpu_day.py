@@ -176,7 +176,7 @@ def test_a_large_model_takes_the_place_of_the_demos(tmp_path):
 def test_the_demos_fit_a_card_of_80_gb(tmp_path):
     """By the arithmetic that a run is refused by, and with the engine's part of the card for the engine."""
     for name, more in (("tiny", []), ("0.6b", gpu_demo.LARGE)):
-        size = size_of(qwen3(SHAPES[name]).to_dict())
+        size = size_of(qwen3(SHAPES[name]).to_json_string(use_diff=False))
         settings = [*gpu_demo.SHARED, *more, "generators.engine=torch", "cluster.gpu_memory_gb=80"]
         config = load_config("quickstart", settings)
         refuse(size, config, Card.of(config))
