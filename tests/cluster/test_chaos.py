@@ -23,7 +23,8 @@ def injected(plan: Plan, looks: int, *, steps_a_look: int = 1, may_lose: bool = 
         generator: process id of its generator; 0: none.
     """
     now, told = [0.0], []
-    pids = {("buffer", "learner"): [1], ("generator-0",): [generator] * (generator > 0)}
+    nobody = 2**22 + 1  # above all process ids of Linux: the limit on file sizes is really set
+    pids = {("buffer", "learner"): [nobody], ("generator-0",): [generator] * (generator > 0)}
     names = {"generator": ["generator-0"]}
     watch = SimpleNamespace(pids=lambda *roles: pids.get(roles, []), names=lambda role: names.get(role, []))
     events = SimpleNamespace(write=lambda event, **fields: told.append((event, fields)))
