@@ -70,7 +70,7 @@ class Service:
         raise ServiceError(f"{self.url}: {problem}, {tried} times")
 
     async def ask_for(self, kind: type[T], body: Any = None, *, at: str = "", otherwise: str) -> T:
-        """Return the reply as this type. Raises ServiceError, which says `otherwise` of one of another form."""
+        """Return the reply as this type. Raises ServiceError with `otherwise` for another form."""
         reply = await self.ask(body, at=at)
         try:
             return msgspec.json.decode(reply, type=kind)
