@@ -1,10 +1,11 @@
-"""This machine and process: quiet imports, files written atomically, a GPU, main and shared memory, cores and core-seconds."""
+"""This machine and process: quiet imports, atomic writes, a free port, a GPU, main and shared memory, cores and core-seconds."""
 
 import contextlib
 import gc
 import math
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -87,6 +88,17 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o666, is_durable: bool
     if is_durable:
         sync(temporary)
     os.replace(temporary, path)
+
+
+def reserved_port(host: str = "127.0.0.1") -> socket.socket:
+    """Return a socket that is bound to a free port and does not listen.
+
+    Until it is closed, no other process is given the port, and a server that sets SO_REUSEADDR may listen at it.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
 
 
 stderr_file: Path | None = None

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -84,15 +83,6 @@ def assert_declared(event: dict) -> None:
     fields = KINDS[event["event"]].fields
     for name in event.keys() - {"event", "time"}:
         msgspec.convert(event[name], fields[name].type)  # raises what does not fit
-
-
-def reserved_port() -> socket.socket:
-    """A socket that is bound to a free port of loopback and does not listen. Until it is closed, the port is given to no other
-    process, and a server that sets SO_REUSEADDR may listen at it."""
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved
 
 
 def marked(mark: Path) -> list[psutil.Process]:

@@ -123,7 +123,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None:
-    """Raise ConfigError if a file or folder that this role reads is not on this node. Its paths are absolute."""
+    """Raise ConfigError if a file or folder that this role reads is not on this node. `config` has absolute paths."""
     data, reward = config.data, config.reward
     needed: dict[str, tuple[str | None, ...]] = {"run.out": (str(run_dir / MARK),), "model.path": (config.model.path,)}
     if role == "buffer":

@@ -7,7 +7,6 @@ processes share with the driver.
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
 from asyncgrpo.guests import split_spec
-from asyncgrpo.host import CoreClock, has_gpu, importing
+from asyncgrpo.host import CoreClock, has_gpu, importing, reserved_port
 from asyncgrpo.journal.history import RunStarted
 from asyncgrpo.learner.checkpoints import RunState, read_state
 from asyncgrpo.metrics import LoopProgress
@@ -636,10 +635,7 @@ class TeacherActor:
         )
         host = exported[0]
         if not port:
-            # No other process is given it while the model loads. The server sets SO_REUSEADDR too, and may listen at it.
-            self._reserved = socket.socket()
-            self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._reserved.bind((host, 0))
+            self._reserved = reserved_port(host)  # while the model loads
             port = int(self._reserved.getsockname()[1])
         self._address = host, port
         return self._address, exported

@@ -9,8 +9,8 @@ from huggingface_hub import constants
 from asyncgrpo.config import reach
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.host import reserved_port
 from tests.rewards.servers import Server
-from tests.runs import reserved_port
 
 
 @pytest.fixture

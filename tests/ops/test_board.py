@@ -16,9 +16,10 @@ from urllib.error import HTTPError
 import pytest
 import yaml
 
+from asyncgrpo.host import reserved_port
 from asyncgrpo.metrics import MISSED, token_beside, write_targets
 from tests import scrape
-from tests.runs import reserved_port, wait_until
+from tests.runs import wait_until
 
 OPS = Path(__file__).parents[2] / "ops"
 

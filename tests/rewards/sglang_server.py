@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.runs import reserved_port, shared_memory
+from asyncgrpo.host import reserved_port
+from tests.runs import shared_memory
 
 
 @contextmanager

@@ -5,7 +5,6 @@ The servers are ours (`teachers.py`). SGLang's own is in `test_sglang_servers.py
 
 import asyncio
 import json
-import socket
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.generators.rollout import Played
+from asyncgrpo.host import reserved_port
 from asyncgrpo.rewards.base import Sampled
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.rewards.teacher import LONG_PROMPT, TaughtReward, TaughtScore, build_teachers, check_teachers
@@ -275,8 +275,7 @@ def test_a_teacher_that_the_run_cannot_serve_is_refused_at_the_start(model, sett
 
 
 def test_a_server_that_does_not_run_is_refused_at_the_start(model):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with reserved_port() as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         with pytest.raises(
             ConfigError, match=r"teacher.url: .* cannot be reached .*; start the service before the run"
